@@ -1,0 +1,13 @@
+"""What can be wrong with a model before anything runs."""
+
+
+class CheckpointError(Exception):
+    """A checkpoint cannot be found, fetched or read; the message says why and what to do."""
+
+
+class ConfigError(CheckpointError):
+    """A checkpoint's config.json describes something that this code does not run."""
+
+
+class PairingError(Exception):
+    """Target, drafter and deployment options do not fit together."""
