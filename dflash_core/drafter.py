@@ -1,0 +1,183 @@
+"""The DFlash drafter: block-diffusion draft model whose context is the target's hidden states.
+
+Two operations (design: KV injection, draft; source: DFlash, z-lab/dflash `dflash/model.py`):
+`inject` projects features of committed tokens into the drafter's key/value cache, `draft` predicts
+all masked positions of a block in one pass over that cache. Parameter names equal the z-lab
+checkpoint's. Embedding and head are the target's, loaded from the target's checkpoint.
+
+Shape legend: B sequences, L block length (1 + drafts), R context rows, C context length, H hidden,
+F feature width (tapped layers * H), N query heads, G key/value heads, D head dimension, Vr
+vocabulary slice.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from dflash_core.config import DrafterConfig
+from dflash_core.kv_cache import KVCache
+from dflash_core.layers import RMSNorm, SwiGLU, grouped_attention, visibility_mask
+from dflash_core.parallel import (
+    SINGLE,
+    ColumnParallelLinear,
+    RowParallelLinear,
+    TensorParallel,
+    VocabParallelEmbedding,
+)
+from dflash_core.rope import RotaryEmbedding, rotate
+
+Rotary = tuple[Tensor, Tensor]
+
+
+class DraftAttention(nn.Module):
+    def __init__(self, config: DrafterConfig, tp: TensorParallel) -> None:
+        super().__init__()
+        self.head_dim = config.head_dim
+        q_size = config.num_heads * config.head_dim
+        kv_size = config.num_kv_heads * config.head_dim
+        bias = config.attention_bias
+        self.q_proj = ColumnParallelLinear(config.hidden_size, q_size, bias, tp=tp)
+        self.k_proj, self.v_proj = (
+            ColumnParallelLinear(
+                config.hidden_size, kv_size, bias, tp=tp, shards=config.num_kv_heads
+            )
+            for _ in range(2)
+        )
+        self.o_proj = RowParallelLinear(q_size, config.hidden_size, bias, tp=tp)
+        self.q_norm = RMSNorm(config.head_dim, config.rms_norm_eps)
+        self.k_norm = RMSNorm(config.head_dim, config.rms_norm_eps)
+
+    def keys_values(self, x: Tensor, rotary: Rotary) -> tuple[Tensor, Tensor]:
+        """`[..., H]` -> rotated keys and values, each `[..., G, D]`."""
+        heads = (*x.shape[:-1], -1, self.head_dim)
+        return rotate(self.k_norm(self.k_proj(x).view(heads)), rotary), self.v_proj(x).view(heads)
+
+    def forward(
+        self, x_BLH: Tensor, rotary: Rotary, k_BCGD: Tensor, v_BCGD: Tensor, mask: Tensor
+    ) -> Tensor:
+        heads = (*x_BLH.shape[:-1], -1, self.head_dim)
+        q_BLND = rotate(self.q_norm(self.q_proj(x_BLH).view(heads)), rotary)
+        k_BLGD, v_BLGD = self.keys_values(x_BLH, rotary)
+        keys = torch.cat((k_BCGD, k_BLGD), dim=1)
+        values = torch.cat((v_BCGD, v_BLGD), dim=1)
+        return self.o_proj(grouped_attention(q_BLND, keys, values, mask))
+
+
+class DraftLayer(nn.Module):
+    def __init__(self, config: DrafterConfig, tp: TensorParallel) -> None:
+        super().__init__()
+        self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.self_attn = DraftAttention(config, tp)
+        self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.mlp = SwiGLU(config.hidden_size, config.intermediate_size, False, tp)
+
+    def forward(self, x_BLH: Tensor, *context: Rotary | Tensor) -> Tensor:
+        x_BLH = x_BLH + self.self_attn(self.input_layernorm(x_BLH), *context)
+        return x_BLH + self.mlp(self.post_attention_layernorm(x_BLH))
+
+
+class DFlashDrafter(nn.Module):
+    """The weights of a z-lab DFlash checkpoint: `fc`, `hidden_norm`, `layers`, `norm`.
+
+    `fc` is replicated on every rank; the attention and MLP layers are tensor parallel.
+    """
+
+    def __init__(
+        self, config: DrafterConfig, *, max_model_len: int, tp: TensorParallel = SINGLE
+    ) -> None:
+        super().__init__()
+        self.config = config
+        width = len(config.target_layer_ids) * config.hidden_size
+        self.fc = nn.Linear(width, config.hidden_size, bias=False)
+        self.hidden_norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.layers = nn.ModuleList(DraftLayer(config, tp) for _ in range(config.num_layers))
+        self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.rotary = RotaryEmbedding(config.rope, config.head_dim, max_model_len)
+
+    def inject(
+        self, features_RF: Tensor, rows_R: Tensor, positions_R: Tensor, cache: KVCache
+    ) -> None:
+        """Write the keys and values of R context tokens into the cache.
+
+        Args:
+            features_RF: target hidden states, `[R, F]`, model dtype.
+            rows_R: int64 cache rows (`KVCache.rows`).
+            positions_R: int32 positions of these tokens.
+        """
+        context_RH = self.hidden_norm(self.fc(features_RF))
+        rotary = self.rotary(positions_R, context_RH.dtype)
+        for index, layer in enumerate(self.layers):
+            cache.write(index, rows_R, *layer.self_attn.keys_values(context_RH, rotary))
+
+    def forward(
+        self,
+        x_BLH: Tensor,
+        slots_B: Tensor,
+        starts_B: Tensor,
+        context_starts_B: Tensor,
+        cache: KVCache,
+        context_len: int,
+    ) -> Tensor:
+        """Hidden states of a block, `[B, L, H]` after the final norm.
+
+        Args:
+            x_BLH: embeddings of `[newest accepted token, mask, mask, ...]`.
+            slots_B: int32 `[B]`.
+            starts_B: int32 `[B]`, position s of the newest accepted token; the context is < s.
+            context_starts_B: int32 `[B]`, first position that has been injected.
+            cache: read only; the block's own keys and values are never kept.
+            context_len: a static bucket >= max(starts).
+        """
+        L = x_BLH.shape[1]
+        device, dtype = x_BLH.device, x_BLH.dtype
+        offsets_L = torch.arange(L, device=device, dtype=torch.int32)
+        positions_BL = (starts_B[:, None] + offsets_L).clamp(max=cache.max_len - 1)
+        keys_C = torch.arange(context_len, device=device, dtype=torch.int32)
+        injected_BC = (keys_C >= context_starts_B[:, None]) & (keys_C < starts_B[:, None])
+        rotary = self.rotary(positions_BL, dtype)
+        slots_B = slots_B.long()
+        masks: dict[tuple[int | None, bool], Tensor] = {}
+        kinds = list(zip(self.config.windows, self.config.causal, strict=True))
+        for window, causal in set(kinds):
+            context_BLC = injected_BC[:, None].expand(-1, L, -1)
+            block_LL = torch.ones((L, L), dtype=torch.bool, device=device)
+            distance_LL = offsets_L[:, None] - offsets_L
+            if causal:
+                block_LL = block_LL & (distance_LL >= 0)
+            if window is not None:
+                context_BLC = context_BLC & (positions_BL[..., None] - keys_C < window)
+                block_LL = block_LL & (distance_LL.abs() < window)
+            visible = torch.cat((context_BLC, block_LL.expand(x_BLH.shape[0], L, L)), dim=-1)
+            masks[window, causal] = visibility_mask(visible, dtype)
+        for index, layer in enumerate(self.layers):
+            k_BCGD, v_BCGD = cache.read(index, slots_B, context_len)
+            x_BLH = layer(x_BLH, rotary, k_BCGD, v_BCGD, masks[kinds[index]])
+        return self.norm(x_BLH)
+
+
+class TargetVocabulary(nn.Module):
+    """The target's embedding and head, which the drafter borrows.
+
+    Parameter names equal the target checkpoint's without the leading "model.".
+    """
+
+    def __init__(
+        self,
+        vocab_size: int,
+        hidden_size: int,
+        tie_word_embeddings: bool,
+        tp: TensorParallel = SINGLE,
+    ) -> None:
+        super().__init__()
+        self.embed_tokens = VocabParallelEmbedding(vocab_size, hidden_size, tp=tp)
+        if tie_word_embeddings:
+            self.lm_head = None
+        else:
+            self.lm_head = ColumnParallelLinear(hidden_size, vocab_size, tp=tp)
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """`[..., H]` -> this rank's vocabulary slice of the logits, `[..., Vr]`."""
+        head = self.embed_tokens if self.lm_head is None else self.lm_head
+        return F.linear(hidden, head.weight)

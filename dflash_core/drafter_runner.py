@@ -1,0 +1,161 @@
+"""One rank of the drafter: turns a DraftPlan into an injection and a block forward pass."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from dflash_core.checkpoint import Checkpoint, load_drafter_config, load_target_config
+from dflash_core.config import DrafterConfig
+from dflash_core.drafter import DFlashDrafter, TargetVocabulary
+from dflash_core.kv_cache import KVCache
+from dflash_core.loading import build
+from dflash_core.messages import DraftPlan, DraftResult, Features, Span
+from dflash_core.parallel import SINGLE, TensorParallel, parallel_argmax
+from dflash_core.plans import scratch_draft_plan
+from dflash_core.shapes import StaticShapes, bucket
+
+
+class DrafterRunner:
+    """The draft model, the target's borrowed vocabulary, and the context cache.
+
+    Args:
+        model: this rank's share of the drafter.
+        vocabulary: this rank's share of the target's embedding and head.
+        shapes: the static shapes; `num_slots` is the drafter's own number of slots.
+        dtype, device: of weights and cache.
+    """
+
+    def __init__(
+        self,
+        model: DFlashDrafter,
+        vocabulary: TargetVocabulary,
+        shapes: StaticShapes,
+        *,
+        dtype: torch.dtype,
+        device: torch.device,
+        tp: TensorParallel = SINGLE,
+    ) -> None:
+        self.model = model
+        self.vocabulary = vocabulary
+        self.config: DrafterConfig = model.config
+        self.shapes = shapes
+        self.dtype = dtype
+        self.device = device
+        self.tp = tp
+        num_kv_heads = model.layers[0].self_attn.k_proj.weight.shape[0] // self.config.head_dim
+        self.cache = KVCache(
+            num_layers=self.config.num_layers,
+            num_slots=shapes.num_slots,
+            max_len=shapes.max_model_len,
+            num_kv_heads=num_kv_heads,
+            head_dim=self.config.head_dim,
+            dtype=dtype,
+            device=device,
+        )
+
+    @classmethod
+    def load(
+        cls,
+        folder: Path,
+        target_folder: Path,
+        shapes: StaticShapes,
+        *,
+        dtype: torch.dtype,
+        device: torch.device = torch.device("cpu"),
+        tp: TensorParallel = SINGLE,
+    ) -> DrafterRunner:
+        """Load a drafter and the embedding and head of its target.
+
+        Raises CheckpointError or ConfigError.
+        """
+        config = load_drafter_config(folder)
+        target = load_target_config(target_folder)
+        model = build(
+            lambda: DFlashDrafter(config, max_model_len=shapes.max_model_len, tp=tp),
+            Checkpoint(folder),
+            dtype=dtype,
+            device=device,
+        )
+        vocabulary = build(
+            lambda: TargetVocabulary(
+                target.vocab_size, target.hidden_size, target.tie_word_embeddings, tp
+            ),
+            Checkpoint(target_folder),
+            dtype=dtype,
+            device=device,
+            prefix="model.",
+            partial=True,
+        )
+        return cls(model, vocabulary, shapes, dtype=dtype, device=device, tp=tp)
+
+    @torch.inference_mode()
+    def draft(self, plan: DraftPlan) -> DraftResult:
+        """Run one plan. Every rank computes the same result."""
+        began = time.monotonic()
+        if plan.features is not None:
+            self._inject(plan.features, plan.row_slots, plan.row_positions)
+        tokens = self._draft(plan) if len(plan.tokens) else []
+        return DraftResult(tokens, Span(began, time.monotonic()))
+
+    def warm_up(self) -> None:
+        """Run every shape once on the scratch slot."""
+        width = self.model.fc.in_features
+        row_bytes = width * self.dtype.itemsize
+        for rows in self.shapes.draft_row_buckets:
+            batch = min(rows // (self.shapes.num_drafts + 1), self.shapes.num_slots)
+            data = np.zeros(rows * row_bytes, dtype=np.uint8)
+            features = Features(data, rows, width, str(self.dtype).removeprefix("torch."))
+            self.draft(scratch_draft_plan(self.shapes, max(1, batch), features))
+
+    def _inject(
+        self, features: Features, row_slots: np.ndarray, row_positions: np.ndarray
+    ) -> None:
+        if features.width != self.model.fc.in_features or features.dtype != str(
+            self.dtype
+        ).removeprefix("torch."):
+            raise ValueError(
+                f"features are [{features.rows}, {features.width}] {features.dtype}; this drafter "
+                f"takes width {self.model.fc.in_features} and {self.dtype}"
+            )
+        rows = features.rows
+        padded = bucket(self.shapes.draft_row_buckets, rows)
+        host_RF = torch.zeros((padded, features.width), dtype=self.dtype)
+        # The bytes may lie in shared memory that the sender will reuse: this copy is the transfer.
+        host_RF.view(torch.uint8).view(-1).numpy()[: features.data.nbytes] = features.data
+        features_RF = host_RF.to(self.device)
+        slots_R = self._padded(row_slots, padded, self.cache.scratch_slot)
+        positions_R = self._padded(row_positions, padded, 0)
+        valid_R = torch.arange(padded, device=self.device) < rows
+        cache_rows_R = self.cache.rows(slots_R, positions_R, valid_R)
+        self.model.inject(features_RF, cache_rows_R, positions_R, self.cache)
+
+    def _draft(self, plan: DraftPlan) -> list[list[int]]:
+        sequences = len(plan.tokens)
+        batch = bucket(self.shapes.num_seqs_buckets, sequences)
+        tokens_BL = torch.full(
+            (batch, plan.num_drafts + 1),
+            self.config.mask_token_id,
+            dtype=torch.int32,
+            device=self.device,
+        )
+        tokens_BL[:, 0] = self._padded(plan.tokens, batch, 0)
+        context_len = bucket(self.shapes.context_buckets, max(1, int(plan.starts.max())))
+        hidden_BLH = self.model(
+            self.vocabulary.embed_tokens(tokens_BL),
+            self._padded(plan.slots, batch, self.cache.scratch_slot),
+            self._padded(plan.starts, batch, 0),
+            self._padded(plan.context_starts, batch, 0),
+            self.cache,
+            context_len,
+        )
+        logits_BKVr = self.vocabulary.logits(hidden_BLH[:, 1:])
+        return parallel_argmax(logits_BKVr, self.tp)[:sequences].tolist()
+
+    def _padded(self, values: np.ndarray, length: int, fill: int) -> torch.Tensor:
+        padded = np.full(length, fill, dtype=np.int32)
+        padded[: len(values)] = values
+        return torch.from_numpy(padded).to(self.device)

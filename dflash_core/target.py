@@ -1,0 +1,161 @@
+"""The target: a Llama decoder with a static, slot-addressed KV cache and tapped features.
+
+Parameter names equal the checkpoint's without the leading "model.".
+
+Shape legend: B sequences, L block length, R rows (B * L), C context length, H hidden, N query
+heads, G key/value heads, D head dimension, F features (tapped layers * H), Vr vocabulary slice.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from dflash_core.config import TargetConfig
+from dflash_core.kv_cache import KVCache
+from dflash_core.layers import RMSNorm, SwiGLU, grouped_attention, visibility_mask
+from dflash_core.parallel import (
+    SINGLE,
+    ColumnParallelLinear,
+    RowParallelLinear,
+    TensorParallel,
+    VocabParallelEmbedding,
+)
+from dflash_core.rope import RotaryEmbedding, rotate
+
+
+class LayerInputs(NamedTuple):
+    """What every layer of one forward pass shares."""
+
+    rotary: tuple[Tensor, Tensor]  # each [B, L, 1, D]
+    rows_R: Tensor  # int64: cache row that each token's key and value go to
+    slots_B: Tensor  # int64
+    mask_BLC: Tensor
+
+
+class Attention(nn.Module):
+    def __init__(self, config: TargetConfig, layer: int, tp: TensorParallel) -> None:
+        super().__init__()
+        self.layer = layer
+        self.head_dim = config.head_dim
+        q_size = config.num_heads * config.head_dim
+        kv_size = config.num_kv_heads * config.head_dim
+        bias = config.attention_bias
+        self.q_proj = ColumnParallelLinear(config.hidden_size, q_size, bias, tp=tp)
+        self.k_proj, self.v_proj = (
+            ColumnParallelLinear(
+                config.hidden_size, kv_size, bias, tp=tp, shards=config.num_kv_heads
+            )
+            for _ in range(2)
+        )
+        self.o_proj = RowParallelLinear(q_size, config.hidden_size, bias, tp=tp)
+
+    def forward(self, x_BLH: Tensor, inputs: LayerInputs, cache: KVCache) -> Tensor:
+        heads = (*x_BLH.shape[:2], -1, self.head_dim)
+        q_BLND = rotate(self.q_proj(x_BLH).view(heads), inputs.rotary)
+        k_BLGD = rotate(self.k_proj(x_BLH).view(heads), inputs.rotary)
+        v_BLGD = self.v_proj(x_BLH).view(heads)
+        cache.write(self.layer, inputs.rows_R, k_BLGD.flatten(0, 1), v_BLGD.flatten(0, 1))
+        k_BCGD, v_BCGD = cache.read(self.layer, inputs.slots_B, inputs.mask_BLC.shape[-1])
+        return self.o_proj(grouped_attention(q_BLND, k_BCGD, v_BCGD, inputs.mask_BLC))
+
+
+class DecoderLayer(nn.Module):
+    def __init__(self, config: TargetConfig, layer: int, tp: TensorParallel) -> None:
+        super().__init__()
+        self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.self_attn = Attention(config, layer, tp)
+        self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.mlp = SwiGLU(config.hidden_size, config.intermediate_size, config.mlp_bias, tp)
+
+    def forward(self, x_BLH: Tensor, inputs: LayerInputs, cache: KVCache) -> Tensor:
+        x_BLH = x_BLH + self.self_attn(self.input_layernorm(x_BLH), inputs, cache)
+        return x_BLH + self.mlp(self.post_attention_layernorm(x_BLH))
+
+
+class LlamaTarget(nn.Module):
+    """Llama causal language model for verification.
+
+    Args:
+        config: the normalised checkpoint configuration.
+        max_model_len: longest sequence, in tokens; sizes the rotary tables.
+        tapped_layers: decoder layers whose *output* is a feature (`dflash_config.target_layer_ids`
+            of a z-lab checkpoint; the last layer's output is taken before the final norm).
+        tp: this rank's place in the tensor-parallel group.
+    """
+
+    def __init__(
+        self,
+        config: TargetConfig,
+        *,
+        max_model_len: int,
+        tapped_layers: tuple[int, ...] = (),
+        tp: TensorParallel = SINGLE,
+    ) -> None:
+        super().__init__()
+        self.config = config
+        self.tp = tp
+        self.tapped_layers = tapped_layers
+        self.embed_tokens = VocabParallelEmbedding(config.vocab_size, config.hidden_size, tp=tp)
+        self.layers = nn.ModuleList(
+            DecoderLayer(config, layer, tp) for layer in range(config.num_layers)
+        )
+        self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.rotary = RotaryEmbedding(config.rope, config.head_dim, max_model_len)
+        if config.tie_word_embeddings:
+            self.lm_head = None
+        else:
+            self.lm_head = ColumnParallelLinear(config.hidden_size, config.vocab_size, tp=tp)
+
+    def forward(
+        self,
+        tokens_BL: Tensor,
+        slots_B: Tensor,
+        starts_B: Tensor,
+        lengths_B: Tensor,
+        cache: KVCache,
+        context_len: int,
+    ) -> tuple[Tensor, Tensor]:
+        """Run a block of tokens per sequence and extend the cache.
+
+        Args:
+            tokens_BL: int32 `[B, L]`; row b holds `lengths_B[b]` valid tokens, then padding.
+            slots_B: int32 `[B]`, cache slot of each sequence (the scratch slot for padding).
+            starts_B: int32 `[B]`, position of the first token of each row.
+            lengths_B: int32 `[B]`.
+            cache: written in place for the valid tokens.
+            context_len: keys attended to; a static bucket >= max(starts + lengths).
+
+        Returns:
+            (hidden, features): `[B, L, H]` before the final norm, and `[B, L, F]` (F = 0 without
+            tapped layers). Rows of padding tokens are meaningless.
+        """
+        B, L = tokens_BL.shape
+        offsets_L = torch.arange(L, device=tokens_BL.device, dtype=torch.int32)
+        positions_BL = starts_B[:, None] + offsets_L
+        valid_BL = (offsets_L < lengths_B[:, None]) & (positions_BL < cache.max_len)
+        positions_BL = positions_BL.clamp(max=cache.max_len - 1)
+        x_BLH = self.embed_tokens(tokens_BL)
+        keys_C = torch.arange(context_len, device=tokens_BL.device, dtype=torch.int32)
+        inputs = LayerInputs(
+            rotary=self.rotary(positions_BL, x_BLH.dtype),
+            rows_R=cache.rows(slots_B[:, None], positions_BL, valid_BL).flatten(),
+            slots_B=slots_B.long(),
+            mask_BLC=visibility_mask(keys_C <= positions_BL[..., None], x_BLH.dtype),
+        )
+        taps: dict[int, Tensor] = {}
+        for index, layer in enumerate(self.layers):
+            x_BLH = layer(x_BLH, inputs, cache)
+            if index in self.tapped_layers:
+                taps[index] = x_BLH
+        if not taps:
+            return x_BLH, x_BLH.new_empty((B, L, 0))
+        return x_BLH, torch.cat([taps[index] for index in self.tapped_layers], dim=-1)
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """`[..., H]` -> this rank's vocabulary slice of the logits, `[..., Vr]`."""
+        head = self.embed_tokens if self.lm_head is None else self.lm_head
+        return F.linear(self.norm(hidden), head.weight)

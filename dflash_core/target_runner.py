@@ -1,0 +1,142 @@
+"""One rank of the target: turns a VerifyPlan into one fixed-shape forward pass."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from dflash_core.checkpoint import Checkpoint, load_target_config
+from dflash_core.config import TargetConfig
+from dflash_core.kv_cache import KVCache
+from dflash_core.loading import build
+from dflash_core.messages import Features, Span, VerifyPlan, VerifyResult
+from dflash_core.parallel import SINGLE, TensorParallel, parallel_argmax
+from dflash_core.plans import scratch_verify_plan
+from dflash_core.shapes import StaticShapes, bucket
+from dflash_core.target import LlamaTarget
+from dflash_core.verify import accept_greedy
+
+
+class TargetRunner:
+    """The target model with its KV cache.
+
+    Args:
+        model: this rank's share of the target.
+        shapes: the static shapes.
+        dtype, device: of weights and cache.
+    """
+
+    def __init__(
+        self,
+        model: LlamaTarget,
+        shapes: StaticShapes,
+        *,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:
+        self.model = model
+        self.config: TargetConfig = model.config
+        self.shapes = shapes
+        self.dtype = dtype
+        self.device = device
+        num_kv_heads = model.layers[0].self_attn.k_proj.weight.shape[0] // self.config.head_dim
+        self.cache = KVCache(
+            num_layers=self.config.num_layers,
+            num_slots=shapes.num_slots,
+            max_len=shapes.max_model_len,
+            num_kv_heads=num_kv_heads,
+            head_dim=self.config.head_dim,
+            dtype=dtype,
+            device=device,
+        )
+
+    @classmethod
+    def load(
+        cls,
+        folder: Path,
+        shapes: StaticShapes,
+        *,
+        tapped_layers: tuple[int, ...] = (),
+        dtype: torch.dtype,
+        device: torch.device = torch.device("cpu"),
+        tp: TensorParallel = SINGLE,
+    ) -> TargetRunner:
+        """Load a checkpoint folder. Raises CheckpointError or ConfigError."""
+        config = load_target_config(folder)
+        tied = frozenset({"lm_head.weight"}) if config.tie_word_embeddings else frozenset()
+        model = build(
+            lambda: LlamaTarget(
+                config, max_model_len=shapes.max_model_len, tapped_layers=tapped_layers, tp=tp
+            ),
+            Checkpoint(folder),
+            dtype=dtype,
+            device=device,
+            prefix="model.",
+            unused=tied,
+        )
+        return cls(model, shapes, dtype=dtype, device=device)
+
+    @torch.inference_mode()
+    def verify(self, plan: VerifyPlan) -> VerifyResult:
+        """Run one plan. Every rank computes the same result."""
+        began = time.monotonic()
+        sequences = len(plan.slots)
+        tokens_BL, slots_B, starts_B, lengths_B = self._inputs(plan)
+        context_len = bucket(
+            self.shapes.context_buckets,
+            min(int((plan.starts + plan.lengths).max()), self.shapes.max_model_len),
+        )
+        hidden_BLH, features_BLF = self.model(
+            tokens_BL, slots_B, starts_B, lengths_B, self.cache, context_len
+        )
+        if plan.prefill:
+            last_B = lengths_B.long() - 1
+            rows_B = torch.arange(len(last_B), device=self.device)
+            hidden_BLH = hidden_BLH[rows_B, last_B][:, None]
+        argmax_BL = parallel_argmax(self.model.logits(hidden_BLH), self.model.tp)
+        if plan.prefill:
+            emitted = [1] * sequences
+            committed = plan.lengths.tolist()
+        else:
+            accepted_B = accept_greedy(tokens_BL, lengths_B, argmax_BL)
+            emitted = (accepted_B[:sequences] + 1).tolist()
+            committed = emitted
+        argmax = argmax_BL[:sequences].tolist()
+        tokens = [row[:count] for row, count in zip(argmax, emitted, strict=True)]
+        features = self._pack(features_BLF, committed) if plan.with_features else None
+        return VerifyResult(tokens, features, Span(began, time.monotonic()))
+
+    def warm_up(self) -> None:
+        """Run every shape once on the scratch slot."""
+        shapes = self.shapes
+        for batch in shapes.num_seqs_buckets:
+            for length in sorted({1, shapes.num_drafts + 1}):
+                self.verify(scratch_verify_plan(shapes, batch, length))
+        self.verify(scratch_verify_plan(shapes, 1, shapes.prefill_chunk, prefill=True))
+
+    def _inputs(self, plan: VerifyPlan) -> tuple[torch.Tensor, ...]:
+        """Pad the plan to its bucket; padding sequences live in the scratch slot."""
+        sequences, length = plan.tokens.shape
+        batch = sequences if plan.prefill else bucket(self.shapes.num_seqs_buckets, sequences)
+        tokens = np.zeros((batch, length), dtype=np.int32)
+        slots = np.full(batch, self.cache.scratch_slot, dtype=np.int32)
+        starts = np.zeros(batch, dtype=np.int32)
+        lengths = np.ones(batch, dtype=np.int32)
+        tokens[:sequences] = plan.tokens
+        slots[:sequences] = plan.slots
+        starts[:sequences] = plan.starts
+        lengths[:sequences] = plan.lengths
+        return tuple(
+            torch.from_numpy(array).to(self.device) for array in (tokens, slots, starts, lengths)
+        )
+
+    def _pack(self, features_BLF: torch.Tensor, committed: list[int]) -> Features:
+        """The first `committed[b]` rows of each sequence as one byte string."""
+        width = features_BLF.shape[-1]
+        rows = [features_BLF[b, :count] for b, count in enumerate(committed)]
+        packed = torch.cat(rows).contiguous().cpu()
+        data = packed.view(torch.uint8).reshape(-1).numpy()
+        return Features(data, len(packed), width, str(self.dtype).removeprefix("torch."))
