@@ -1,0 +1,102 @@
+"""The `args` of an application in a `serve run` YAML file."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+from dflash_core.shapes import StaticShapes, doublings
+
+Device = Literal["cpu", "cuda", "neuron"]
+Dtype = Literal["bfloat16", "float16", "float32"]
+
+
+class Strict(BaseModel):
+    """A misspelt or unknown field is an error, never ignored."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+class WorkerArgs(Strict):
+    """Where and how the ranks of one model run."""
+
+    tensor_parallel_size: int = Field(1, ge=1, description="ranks, one process and device each")
+    num_threads: int = Field(1, ge=1, description="compute threads per rank")
+    cpus_per_rank: float = Field(0.5, gt=0, description="Ray CPUs that each rank reserves")
+    resources_per_rank: dict[str, float] = Field(
+        default_factory=dict, description="other Ray resources per rank, e.g. neuron_cores: 1"
+    )
+
+
+class TargetArgs(WorkerArgs):
+    """The target: a hub id, a folder or package://module/file.gguf."""
+
+    model: str
+    revision: str | None = None
+
+
+class SpeculationArgs(WorkerArgs):
+    """The drafter and how it is used."""
+
+    drafter: str
+    revision: str | None = None
+    num_speculative_tokens: int = Field(..., ge=1, description="drafts per step (K)")
+    verifiers_per_drafter: int = Field(1, ge=1, description="Verifier replicas that share one")
+    draft_timeout_s: float = Field(
+        0.5, gt=0, description="a request waits that long for drafts, then goes on without"
+    )
+    pipeline_groups: int = Field(
+        2, ge=1, le=2, description="2: verify one half of the requests while drafting the other"
+    )
+    runner: str = Field(
+        "dflash_core.drafter_runner:DrafterRunner", description="class that drafts, module:Class"
+    )
+
+
+class AppArgs(Strict):
+    """Everything that `deployments.app:build` takes."""
+
+    target: TargetArgs
+    speculation: SpeculationArgs | None = Field(None, description="null: the plain baseline")
+    served_model_name: str | None = Field(None, description="default: the target's name")
+    device: Device = "cpu"
+    dtype: Dtype = "bfloat16"
+    max_num_seqs: int = Field(8, ge=1, description="requests that decode at once per Verifier")
+    max_model_len: int = Field(2048, ge=2, description="longest prompt + output, in tokens")
+    prefill_chunk_size: int = Field(256, ge=1, description="prompt tokens per step")
+    max_queued_requests: int = Field(256, ge=0, description="waiting requests; more answer 429")
+    num_seqs_buckets: list[int] | None = Field(None, description="batch sizes of decode steps")
+    context_buckets: list[int] | None = Field(None, description="attention lengths")
+
+    @model_validator(mode="after")
+    def _check_shapes(self) -> AppArgs:
+        self.shapes(self.max_num_seqs)
+        return self
+
+    @property
+    def num_drafts(self) -> int:
+        return self.speculation.num_speculative_tokens if self.speculation else 0
+
+    def shapes(self, num_slots: int) -> StaticShapes:
+        """The static shapes of a model with that many slots. Raises ValueError."""
+        shapes = StaticShapes.create(
+            num_slots=num_slots,
+            max_model_len=self.max_model_len,
+            num_drafts=self.num_drafts,
+            prefill_chunk=self.prefill_chunk_size,
+        )
+        batch, context = shapes.num_seqs_buckets, shapes.context_buckets
+        if self.num_seqs_buckets is not None:
+            batch = tuple(self.num_seqs_buckets)
+            batch += doublings(batch[-1], num_slots)[1:] if batch else ()
+        if self.context_buckets is not None:
+            context = tuple(self.context_buckets)
+        return StaticShapes(
+            num_slots=num_slots,
+            max_model_len=shapes.max_model_len,
+            num_drafts=shapes.num_drafts,
+            prefill_chunk=shapes.prefill_chunk,
+            num_seqs_buckets=batch,
+            context_buckets=context,
+        )

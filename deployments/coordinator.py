@@ -1,0 +1,194 @@
+"""The Router's engine: admits requests, leases slots, hands streams to the Verifiers' threads."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+from collections import deque
+from collections.abc import AsyncGenerator
+from dataclasses import asdict
+from typing import Any
+
+from ray.serve.handle import DeploymentHandle, DeploymentResponseGenerator
+
+from dflash_core.request import GenerationOutput, GenerationRequest
+from dflash_core.sequence import Sequence
+from dflash_core.statistics import AcceptanceStatistics
+from dflash_core.stopping import Stopping
+from deployments.errors import NotReady, QueueFull
+from deployments.fleet import Fleet
+from deployments.replicas import Lease
+from deployments.stream import Delivery, Stream
+from deployments.verify_loop import VerifyLoop
+
+logger = logging.getLogger("ray.serve")
+
+RECENT_REQUESTS = 100
+
+
+class Coordinator:
+    """Generates text with the replicas of a Fleet. Runs on the Router's event loop.
+
+    Args:
+        fleet: the connected replicas.
+        verifiers: handle through which slots are leased.
+        tokenizer, eos_token_ids, max_model_len: of the target.
+        slots_per_verifier: requests that run at once on one Verifier.
+        max_queued_requests: requests that may wait for a slot; one more is refused.
+    """
+
+    def __init__(
+        self,
+        fleet: Fleet,
+        verifiers: DeploymentHandle,
+        *,
+        tokenizer: Any,
+        eos_token_ids: tuple[int, ...],
+        max_model_len: int,
+        slots_per_verifier: int,
+        max_queued_requests: int,
+    ) -> None:
+        self.fleet = fleet
+        self._leases = verifiers.options(stream=True)
+        self._tokenizer = tokenizer
+        self._eos_token_ids = eos_token_ids
+        self._max_model_len = max_model_len
+        self._slots_per_verifier = slots_per_verifier
+        self._max_queued_requests = max_queued_requests
+        self._loop = asyncio.get_running_loop()
+        self._cleaning: set[asyncio.Task] = set()
+        self.num_waiting = 0
+        self.num_running = 0
+        self.recent: deque[dict[str, Any]] = deque(maxlen=RECENT_REQUESTS)
+
+    async def generate(self, request: GenerationRequest) -> AsyncGenerator[GenerationOutput, None]:
+        """Stream the outputs of one request; closing the iterator frees its slots.
+
+        Raises:
+            QueueFull: too many requests wait already.
+            NotReady: no Verifier, or it was lost.
+        """
+        slots = len(self.fleet.verifiers) * self._slots_per_verifier
+        if self.num_waiting + self.num_running >= slots + self._max_queued_requests:
+            raise QueueFull(
+                f"all {slots} slots are taken and {self._max_queued_requests} requests may wait "
+                "for one (max_queued_requests); try again later"
+            )
+        response, lease = await self._lease(request)
+        deliveries: asyncio.Queue[Delivery] = asyncio.Queue()
+        verifier: VerifyLoop | None = None
+        stream: Stream | None = None
+        watch = self._loop.create_task(_watch(response, deliveries))
+        self.num_running += 1
+        try:
+            verifier = await self.fleet.verifier(lease.replica_id)
+            if verifier is None:
+                raise NotReady("the Verifier that granted a slot is gone")
+            sequence = Sequence(
+                request.prompt_token_ids,
+                slot=lease.slot,
+                stopping=Stopping(
+                    self._tokenizer,
+                    request,
+                    eos_token_ids=self._eos_token_ids,
+                    max_model_len=self._max_model_len,
+                ),
+                max_model_len=self._max_model_len,
+            )
+            stream = Stream(
+                request.request_id,
+                sequence,
+                lambda item: self._loop.call_soon_threadsafe(deliveries.put_nowait, item),
+            )
+            verifier.add(stream)
+            while True:
+                item = await deliveries.get()
+                if isinstance(item, Exception):
+                    raise item
+                if item.finish_reason is not None:
+                    self.recent.append({"id": request.request_id, **(item.statistics or {})})
+                yield item
+                if item.finish_reason is not None:
+                    return
+        finally:
+            self.num_running -= 1
+            # A task of its own, because this one may be being cancelled.
+            cleaning = self._loop.create_task(self._release(verifier, stream, watch, response))
+            self._cleaning.add(cleaning)
+            cleaning.add_done_callback(self._cleaning.discard)
+
+    async def _lease(self, request: GenerationRequest) -> tuple[DeploymentResponseGenerator, Lease]:
+        self.num_waiting += 1
+        response = self._leases.lease.remote(request.request_id)
+        try:
+            return response, await anext(response)
+        except asyncio.CancelledError:
+            response.cancel()
+            raise
+        except Exception as error:
+            response.cancel()
+            raise NotReady(f"no Verifier could take the request: {error}") from error
+        finally:
+            self.num_waiting -= 1
+
+    async def _release(
+        self,
+        verifier: VerifyLoop | None,
+        stream: Stream | None,
+        watch: asyncio.Task,
+        response: DeploymentResponseGenerator,
+    ) -> None:
+        """Give the slot back, once no step can touch it any more."""
+        if verifier is not None and stream is not None:
+            removed = asyncio.Event()
+            verifier.remove(stream, lambda: self._loop.call_soon_threadsafe(removed.set))
+            await removed.wait()
+        watch.cancel()
+        response.cancel()
+
+    async def stats(self) -> dict[str, Any]:
+        """Counters of this Router, with the replicas as they are now."""
+        await self.fleet.refresh()
+        return self.counters()
+
+    def counters(self) -> dict[str, Any]:
+        """Counters of this Router process, its loops and the replicas behind them."""
+        total = AcceptanceStatistics()
+        verifiers, drafters = {}, {}
+        for loop in self.fleet.verifiers.values():
+            acceptance = loop.acceptance()
+            total.add(acceptance)
+            verifiers[loop.replica_id] = {
+                "running": len(loop.streams),
+                "drafter": loop.drafter.replica_id if loop.drafter is not None else None,
+                "speculation": acceptance.as_dict(),
+                "verify": loop.stage.as_dict(),
+            }
+        for loop in self.fleet.drafters.values():
+            drafters[loop.replica_id] = {"draft": loop.stage.as_dict()}
+        for replica_id, description in self.fleet.descriptions.items():
+            for group in (verifiers, drafters):
+                if replica_id in group:
+                    group[replica_id]["replica"] = asdict(description)
+        return {
+            "router_pid": os.getpid(),
+            "requests": {"running": self.num_running, "waiting": self.num_waiting},
+            "speculation": total.as_dict(),
+            "recent_requests": list(self.recent),
+            "verifiers": verifiers,
+            "drafters": drafters,
+        }
+
+
+async def _watch(response: DeploymentResponseGenerator, deliveries: asyncio.Queue) -> None:
+    """Keep the lease's stream open; a Verifier replica that dies ends it."""
+    try:
+        async for _ in response:
+            pass
+        reason = "its lease ended"
+    except asyncio.CancelledError:
+        raise
+    except Exception as error:
+        reason = f"{type(error).__name__}"
+    deliveries.put_nowait(NotReady(f"the Verifier of this request was lost: {reason}"))

@@ -1,0 +1,89 @@
+"""The Router deployment: HTTP ingress and coordinator of the accept/reject loop."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import AsyncGenerator
+from typing import Any
+
+from fastapi import FastAPI
+from ray import serve
+from ray.serve.handle import DeploymentHandle
+
+from dflash_core.checkpoint import load_target_config, resolve
+from dflash_core.request import GenerationOutput, GenerationRequest
+from dflash_core.tokenizer import load_tokenizer
+from deployments.app_args import AppArgs
+from deployments.coordinator import Coordinator
+from deployments.fleet import Fleet
+from deployments.openai_api import create_api
+from deployments.specs import DrafterSpec, VerifierSpec
+
+logger = logging.getLogger("ray.serve")
+
+
+@serve.ingress()
+class RouterReplica:
+    """An Engine for the OpenAI API, on top of a Coordinator.
+
+    Args:
+        args: the application's arguments.
+        verifier_spec, verifiers: the target's deployment.
+        drafter_spec, drafters: the drafter's; None for the baseline.
+    """
+
+    async def __init__(
+        self,
+        args: AppArgs,
+        verifier_spec: VerifierSpec,
+        verifiers: DeploymentHandle,
+        drafter_spec: DrafterSpec | None = None,
+        drafters: DeploymentHandle | None = None,
+    ) -> None:
+        folder = resolve(args.target.model, revision=args.target.revision)
+        target = load_target_config(folder)
+        speculation = args.speculation
+        self.tokenizer = load_tokenizer(folder)
+        self.model_name = args.served_model_name or args.target.model
+        self.model_root = str(folder)
+        self.max_model_len = args.max_model_len
+        self.vocab_size = target.vocab_size
+        self.fleet = Fleet(
+            verifiers,
+            drafters,
+            verifier_spec,
+            drafter_spec,
+            draft_timeout=speculation.draft_timeout_s if speculation else 0.0,
+            groups=speculation.pipeline_groups if speculation else 1,
+        )
+        self.coordinator = Coordinator(
+            self.fleet,
+            verifiers,
+            tokenizer=self.tokenizer,
+            eos_token_ids=target.eos_token_ids,
+            max_model_len=args.max_model_len,
+            slots_per_verifier=args.max_num_seqs,
+            max_queued_requests=args.max_queued_requests,
+        )
+
+    def __serve_build_asgi_app__(self) -> FastAPI:
+        # Serve's proxy returns X-Request-Id itself.
+        return create_api(self, echo_request_id=False)
+
+    def generate(self, request: GenerationRequest) -> AsyncGenerator[GenerationOutput, None]:
+        return self.coordinator.generate(request)
+
+    async def health(self) -> str | None:
+        return self.fleet.missing()
+
+    async def stats(self) -> dict[str, Any]:
+        return await self.coordinator.stats()
+
+    def __del__(self) -> None:
+        if hasattr(self, "coordinator"):
+            logger.info("speculation of this Router: %s", self.coordinator.counters()["speculation"])
+            self.fleet.close()
+
+
+# Requests that wait are counted, and refused, by the Coordinator: Serve should let them through.
+Router = serve.deployment(name="Router", max_ongoing_requests=10_000)(RouterReplica)

@@ -1,0 +1,58 @@
+"""What a worker needs to know to load and serve its model: fully resolved, typed, picklable."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from dflash_core.shapes import StaticShapes
+
+
+@dataclass(frozen=True)
+class ModelSpec:
+    """One model of the application.
+
+    Attributes:
+        model: checkpoint name (hub id, folder or package://).
+        revision: hub revision, or None.
+        dtype, device: names, e.g. "bfloat16", "cpu".
+        shapes: static shapes of this model.
+        tensor_parallel_size: ranks, one process each.
+        num_threads: compute threads per rank.
+        cpus_per_rank: Ray CPUs that a rank reserves.
+        resources_per_rank: further Ray resources per rank, e.g. {"neuron_cores": 1}.
+        channel_bytes: size of a compiled graph's buffer; must hold the largest message.
+    """
+
+    model: str
+    revision: str | None
+    dtype: str
+    device: str
+    shapes: StaticShapes
+    tensor_parallel_size: int
+    num_threads: int
+    cpus_per_rank: float
+    resources_per_rank: dict[str, float]
+    channel_bytes: int
+
+
+@dataclass(frozen=True)
+class VerifierSpec(ModelSpec):
+    """The target. `tapped_layers`: decoder layers whose output is a feature (none: baseline)."""
+
+    tapped_layers: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class DrafterSpec(ModelSpec):
+    """The drafter.
+
+    Attributes:
+        target, target_revision: checkpoint whose embedding and head it borrows.
+        runner: import path of the class that drafts, "module:Class".
+        slots_per_verifier: slots reserved for each attached Verifier.
+    """
+
+    target: str
+    target_revision: str | None
+    runner: str
+    slots_per_verifier: int

@@ -1,0 +1,246 @@
+"""The thread that drives one Verifier: schedule, verify, commit, ask for drafts, deliver."""
+
+from __future__ import annotations
+
+import logging
+import queue
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import Future
+
+import numpy as np
+from dflash_core import plans
+from dflash_core.messages import Features, VerifyResult
+from dflash_core.shapes import StaticShapes
+from dflash_core.statistics import AcceptanceStatistics
+from deployments.draft_loop import DraftLoop
+from deployments.errors import NotReady
+from deployments.graph import ModelGraph, WorkerLost
+from deployments.scheduler import Scheduler
+from deployments.stage import StageTimes
+from deployments.stream import Stream
+
+logger = logging.getLogger("ray.serve")
+
+STEP_TIMEOUT_S = 300.0
+
+
+class VerifyLoop:
+    """Continuous batching over the slots of one Verifier replica.
+
+    Other threads talk to it by posting calls, which it runs between two steps; so nothing here
+    needs a lock.
+
+    Args:
+        replica_id: of the Verifier.
+        graph: compiled graph to its workers, warmed up.
+        shapes: its static shapes.
+        scheduler: chooses each step's requests.
+        draft_timeout: seconds that a request waits for its drafts before it goes on without.
+        on_lost: called once, from this thread, when the Verifier is lost.
+    """
+
+    def __init__(
+        self,
+        replica_id: str,
+        graph: ModelGraph[VerifyResult],
+        shapes: StaticShapes,
+        scheduler: Scheduler,
+        *,
+        draft_timeout: float,
+        on_lost: Callable[[VerifyLoop], None],
+    ) -> None:
+        self.replica_id = replica_id
+        self.graph = graph
+        self.shapes = shapes
+        self.scheduler = scheduler
+        self.draft_timeout = draft_timeout
+        self.on_lost = on_lost
+        self.streams: list[Stream] = []
+        self.statistics = AcceptanceStatistics()
+        self.stage = StageTimes()
+        self.lost = False
+        self.drafter: DraftLoop | None = None
+        self._first_draft_slot = 0
+        self._closed = False
+        self._calls: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
+        self._thread = threading.Thread(target=self._run, name=f"verify {replica_id}", daemon=True)
+        self._thread.start()
+
+    # Called from other threads.
+
+    def add(self, stream: Stream) -> None:
+        self._calls.put(lambda: self._add(stream))
+
+    def remove(self, stream: Stream, then: Callable[[], None]) -> None:
+        """Forget the stream, then call `then`: from there on no step touches its slot."""
+        self._calls.put(lambda: (self._remove(stream), then()))
+
+    def attach(self, drafter: DraftLoop, first_slot: int) -> Future[None]:
+        """Speculate with this drafter, also for the requests that run already.
+
+        The future is done when the next step will.
+        """
+        attached: Future[None] = Future()
+        self._calls.put(lambda: attached.set_result(self._attach(drafter, first_slot)))
+        return attached
+
+    def detach(self, drafter: DraftLoop) -> None:
+        """Go on without this drafter."""
+        self._calls.put(lambda: self._detach(drafter))
+
+    def drafted(self, drafts: list[tuple[Stream, int, list[int]]]) -> None:
+        """Take drafts: (stream, position of the token they follow, draft tokens)."""
+        self._calls.put(lambda: self._drafted(drafts))
+
+    def acceptance(self) -> AcceptanceStatistics:
+        """Statistics of the requests that are done and of those that run."""
+        total = AcceptanceStatistics()
+        total.add(self.statistics)
+        for stream in list(self.streams):
+            total.add(stream.sequence.statistics)
+        return total
+
+    def close(self) -> None:
+        """End the thread and the graph; requests that still run fail."""
+        self._calls.put(self._close)
+
+    # The thread.
+
+    def _run(self) -> None:
+        while not self._closed:
+            now = time.monotonic()
+            batch = self.scheduler.next_batch(self.streams, now)
+            if not batch:
+                self._wait(now)
+                continue
+            try:
+                self._step(batch)
+            except WorkerLost as error:
+                logger.error("verifier %s is lost: %s", self.replica_id, error)
+                self.lost = True
+                self._fail(list(self.streams), "the Verifier of this request was lost")
+                self.on_lost(self)
+            except Exception:
+                logger.exception("verifier %s: a step failed", self.replica_id)
+                self._fail(batch, "the Verifier failed while it ran this request")
+            self._run_calls()
+        self.graph.close()
+
+    def _wait(self, now: float) -> None:
+        """Sleep until a call comes or a request has waited long enough for its drafts."""
+        due = [stream.drafts_due for stream in self.streams if stream.drafting]
+        try:
+            call = self._calls.get(timeout=max(0.0, min(due) - now) if due else None)
+        except queue.Empty:
+            return
+        call()
+        self._run_calls()
+
+    def _run_calls(self) -> None:
+        while True:
+            try:
+                call = self._calls.get_nowait()
+            except queue.Empty:
+                return
+            call()
+
+    def _step(self, batch: list[Stream]) -> None:
+        sequences = [stream.sequence for stream in batch]
+        for stream in batch:
+            stream.last_step = self.stage.steps
+        plan, blocks = plans.verify_plan(
+            sequences, self.shapes, with_features=self.drafter is not None
+        )
+        began = time.monotonic()
+        result = self.graph.run(plan, STEP_TIMEOUT_S)
+        received = time.monotonic()
+        if result.features is not None:
+            # The one copy on this side: the original pins a slot of the channel.
+            result = VerifyResult(result.tokens, _owned(result.features), result.span)
+        self.stage.record(
+            span=result.span,
+            began=began,
+            received=received,
+            rows=sum(map(len, blocks)),
+            feature_bytes=result.features.data.nbytes if result.features is not None else 0,
+        )
+        outputs = plans.commit(sequences, blocks, result)
+        del result
+        self._request_drafts(batch)
+        for stream, output in zip(batch, outputs, strict=True):
+            if stream.sequence.finished:
+                self._remove(stream)
+            if output is not None:
+                stream.deliver(output)
+
+    def _request_drafts(self, batch: list[Stream]) -> None:
+        if self.drafter is None:
+            return
+        jobs = []
+        for stream in batch:
+            # One question at a time: until it is answered, features pile up in the sequence.
+            if stream.sequence.finished or stream.drafting or stream.sequence.draft_slot is None:
+                continue
+            job = stream.sequence.take_draft_job()
+            if job is not None:
+                stream.drafting = job.token is not None
+                jobs.append((stream, job))
+        if jobs:
+            due = time.monotonic() + self.drafter.patience(self.draft_timeout)
+            for stream, _ in jobs:
+                stream.drafts_due = due
+            self.drafter.submit(self, jobs)
+
+    def _add(self, stream: Stream) -> None:
+        if self.lost or self._closed:
+            stream.deliver(NotReady("the Verifier of this request was lost"))
+            return
+        if self.drafter is not None:
+            stream.sequence.attach_drafter(self._first_draft_slot + stream.sequence.slot)
+        self.streams.append(stream)
+
+    def _remove(self, stream: Stream) -> None:
+        if stream.removed:
+            return
+        stream.removed = True
+        if stream in self.streams:
+            self.streams.remove(stream)
+        self.statistics.add(stream.sequence.statistics)
+
+    def _attach(self, drafter: DraftLoop, first_slot: int) -> None:
+        self.drafter, self._first_draft_slot = drafter, first_slot
+        for stream in self.streams:
+            stream.drafting = False
+            stream.sequence.attach_drafter(first_slot + stream.sequence.slot)
+
+    def _detach(self, drafter: DraftLoop) -> None:
+        if self.drafter is not drafter:
+            return
+        self.drafter = None
+        for stream in self.streams:
+            stream.drafting = False
+            stream.sequence.detach_drafter()
+
+    def _drafted(self, drafts: list[tuple[Stream, int, list[int]]]) -> None:
+        late = []
+        for stream, start, tokens in drafts:
+            stream.drafting = False
+            if not stream.removed and not stream.sequence.offer_drafts(start, tokens):
+                late.append(stream)
+        # A request that went on without waiting asks again, for where it is now.
+        self._request_drafts(late)
+
+    def _fail(self, streams: list[Stream], reason: str) -> None:
+        for stream in streams:
+            self._remove(stream)
+            stream.deliver(NotReady(reason))
+
+    def _close(self) -> None:
+        self._closed = True
+        self._fail(list(self.streams), "the Verifier of this request was closed")
+
+
+def _owned(features: Features) -> Features:
+    return Features(np.array(features.data), features.rows, features.width, features.dtype)

@@ -1,0 +1,126 @@
+"""Worker actors: one process per rank of a model. They compute; they decide nothing."""
+
+from __future__ import annotations
+
+import importlib
+import logging
+import os
+import threading
+
+import ray
+import torch
+from ray.dag import DAGContext
+
+from dflash_core.checkpoint import resolve
+from dflash_core.messages import DraftPlan, DraftResult, VerifyPlan, VerifyResult
+from dflash_core.parallel import TensorParallel
+from dflash_core.runtime import DTYPES, join_group, open_store
+from dflash_core.target_runner import TargetRunner
+from deployments.specs import DrafterSpec, ModelSpec, VerifierSpec
+
+# One compiled graph keeps one thread of this group busy, so this is the number of Routers that
+# can drive a worker at the same time. Only the class decorator accepts it.
+MAX_ROUTERS = 4
+CONCURRENCY = {"_ray_system": MAX_ROUTERS}
+
+logger = logging.getLogger("ray.serve")
+
+
+class Rank:
+    """What a rank of either model does besides its model's work."""
+
+    def __init__(self, spec: ModelSpec, rank: int) -> None:
+        self.spec = spec
+        self.rank = rank
+        self.store = open_store() if rank == 0 and spec.tensor_parallel_size > 1 else None
+        # Only rank 0 sends features or receives them alone; a large buffer costs shared memory.
+        DAGContext.get_current().buffer_size_bytes = spec.channel_bytes if rank == 0 else 1 << 20
+        # Graphs of several Routers run in threads of their own; the caches have one owner at a time.
+        self.lock = threading.Lock()
+
+    def store_port(self) -> int:
+        """Where the other ranks rendezvous (0 for a single rank)."""
+        return self.store.port if self.store is not None else 0
+
+    def load(self, store_port: int) -> int:
+        """Join the group, load this rank's slices, warm up. Returns the process id."""
+        tp = join_group(self.spec.device, self.rank, self.spec.tensor_parallel_size, store_port)
+        self.runner = self.make_runner(tp, DTYPES[self.spec.dtype], torch.device(self.spec.device))
+        self.runner.warm_up()
+        return os.getpid()
+
+    def ping(self) -> int:
+        """Answers while the process lives, also during a step."""
+        return os.getpid()
+
+
+class VerifierRank(Rank):
+    spec: VerifierSpec
+
+    def make_runner(
+        self, tp: TensorParallel, dtype: torch.dtype, device: torch.device
+    ) -> TargetRunner:
+        return TargetRunner.load(
+            resolve(self.spec.model, revision=self.spec.revision),
+            self.spec.shapes,
+            tapped_layers=self.spec.tapped_layers,
+            dtype=dtype,
+            device=device,
+            tp=tp,
+        )
+
+    def verify(self, plan: VerifyPlan) -> VerifyResult | None:
+        """One step. Every rank takes part, rank 0 answers."""
+        with self.lock:
+            result = self.runner.verify(plan)
+        return result if self.rank == 0 else None
+
+
+class DrafterRank(Rank):
+    spec: DrafterSpec
+
+    def __init__(self, spec: DrafterSpec, rank: int) -> None:
+        super().__init__(spec, rank)
+        places = spec.shapes.num_slots // spec.slots_per_verifier
+        self.free_places = list(range(places))[::-1]
+        self.places: dict[str, int] = {}
+
+    def make_runner(self, tp: TensorParallel, dtype: torch.dtype, device: torch.device):
+        module, _, name = self.spec.runner.partition(":")
+        runner = getattr(importlib.import_module(module), name)
+        return runner.load(
+            resolve(self.spec.model, revision=self.spec.revision),
+            resolve(self.spec.target, revision=self.spec.target_revision),
+            self.spec.shapes,
+            dtype=dtype,
+            device=device,
+            tp=tp,
+        )
+
+    def draft(self, plan: DraftPlan) -> DraftResult | None:
+        """One step. Every rank takes part, rank 0 answers."""
+        with self.lock:
+            result = self.runner.draft(plan)
+        return result if self.rank == 0 else None
+
+    def attach(self, verifier: str) -> int | None:
+        """First drafter slot of this Verifier's share; None when every share is taken.
+
+        A sequence in the Verifier's slot i uses drafter slot `first + i`, so a lease on the
+        Verifier is a lease on the Drafter too.
+        """
+        if verifier not in self.places:
+            if not self.free_places:
+                return None
+            self.places[verifier] = self.free_places.pop()
+        return self.places[verifier] * self.spec.slots_per_verifier
+
+    def detach(self, verifier: str) -> None:
+        """Give the Verifier's share of slots to the next one that asks."""
+        place = self.places.pop(verifier, None)
+        if place is not None:
+            self.free_places.append(place)
+
+
+VerifierWorker = ray.remote(concurrency_groups=CONCURRENCY)(VerifierRank)
+DrafterWorker = ray.remote(concurrency_groups=CONCURRENCY)(DrafterRank)
