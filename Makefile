@@ -17,6 +17,8 @@ DRAFTER   := models/smollm2-135m-dflash-random
 export RAY_AUTH_MODE ?= token
 export RAY_USAGE_STATS_ENABLED ?= 0
 export RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO ?= 0
+# Ray would run its workers at niceness 15, behind everything else on the machine.
+export RAY_worker_niceness ?= 0
 export HF_HUB_DISABLE_TELEMETRY ?= 1
 export PIP_DISABLE_PIP_VERSION_CHECK ?= 1
 
