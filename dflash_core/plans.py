@@ -7,7 +7,7 @@ import numpy as np
 from dflash_core.messages import DraftPlan, Features, VerifyPlan, VerifyResult
 from dflash_core.request import GenerationOutput
 from dflash_core.sequence import ContextPiece, DraftJob, Sequence
-from dflash_core.shapes import StaticShapes
+from dflash_core.shapes import StaticShapes, bucket
 
 
 def verify_plan(
@@ -24,7 +24,7 @@ def verify_plan(
     blocks = [sequence.next_block(shapes.num_drafts, shapes.prefill_chunk) for sequence in sequences]
     lengths = np.array([len(block) for block in blocks], dtype=np.int32)
     if prefill:
-        width = shapes.prefill_chunk
+        width = bucket(shapes.prefill_buckets, int(lengths.max()))
     else:
         width = 1 if lengths.max() == 1 else shapes.num_drafts + 1
     tokens = np.zeros((len(blocks), width), dtype=np.int32)

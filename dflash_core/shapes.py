@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+MIN_PREFILL = 32
+
 
 @dataclass(frozen=True)
 class StaticShapes:
@@ -49,10 +51,15 @@ class StaticShapes:
             )
 
     @property
+    def prefill_buckets(self) -> tuple[int, ...]:
+        """Lengths of a piece of prompt, ascending: a short prompt is not padded to a whole chunk."""
+        return doublings(min(MIN_PREFILL, self.prefill_chunk), self.prefill_chunk)
+
+    @property
     def draft_row_buckets(self) -> tuple[int, ...]:
         """Numbers of context rows that one draft step can inject, ascending."""
         decode = {batch * (self.num_drafts + 1) for batch in self.num_seqs_buckets}
-        return tuple(sorted(decode | {self.prefill_chunk}))
+        return tuple(sorted(decode.union(self.prefill_buckets)))
 
     @property
     def max_draft_rows(self) -> int:

@@ -115,7 +115,8 @@ class TargetRunner:
         for batch in shapes.num_seqs_buckets:
             for length in sorted({1, shapes.num_drafts + 1}):
                 self.verify(scratch_verify_plan(shapes, batch, length))
-        self.verify(scratch_verify_plan(shapes, 1, shapes.prefill_chunk, prefill=True))
+        for length in shapes.prefill_buckets:
+            self.verify(scratch_verify_plan(shapes, 1, length, prefill=True))
 
     def _inputs(self, plan: VerifyPlan) -> tuple[torch.Tensor, ...]:
         """Pad the plan to its bucket; padding sequences live in the scratch slot."""

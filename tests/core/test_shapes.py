@@ -14,7 +14,8 @@ SHAPES = StaticShapes.create(num_slots=6, max_model_len=1000, num_drafts=7, pref
 def test_buckets_double_up_to_the_limit_itself() -> None:
     assert SHAPES.num_seqs_buckets == (1, 2, 4, 6)
     assert SHAPES.context_buckets == (128, 256, 512, 1000)
-    assert SHAPES.draft_row_buckets == (8, 16, 32, 48, 256)
+    assert SHAPES.prefill_buckets == (32, 64, 128, 256)
+    assert SHAPES.draft_row_buckets == (8, 16, 32, 48, 64, 128, 256)
     assert SHAPES.max_draft_rows == 256
 
 

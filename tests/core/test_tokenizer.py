@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from transformers import AutoTokenizer
 
-from dflash_core import gguf
+from dflash_core import package
 from dflash_core.errors import CheckpointError
 from dflash_core.tokenizer import load_tokenizer
 from tests.conftest import PACKAGED_TARGET
@@ -60,7 +60,7 @@ def test_the_chat_template_is_chatml_with_a_default_system_message(tokenizer):
 def test_digits_split_before_anything_else(tokenizer, text, tokens):
     """transformers' GGUF import alone encodes these differently from the model's training."""
     assert tokenizer.convert_ids_to_tokens(tokenizer.encode(text)) == tokens
-    source = gguf.find(PACKAGED_TARGET)
+    source = package.find(PACKAGED_TARGET)
     imported = AutoTokenizer.from_pretrained(source.parent, gguf_file=source.name)
     assert imported.convert_ids_to_tokens(imported.encode(text)) != tokens
 
