@@ -18,7 +18,13 @@ from torch.nn import functional as F
 
 from dflash_core.config import DrafterConfig
 from dflash_core.kv_cache import KVCache
-from dflash_core.layers import RMSNorm, SwiGLU, grouped_attention, visibility_mask
+from dflash_core.layers import (
+    RMSNorm,
+    SwiGLU,
+    attention_mask,
+    grouped_attention,
+    heads_per_group,
+)
 from dflash_core.parallel import (
     SINGLE,
     ColumnParallelLinear,
@@ -93,8 +99,12 @@ class DFlashDrafter(nn.Module):
         self.fc = nn.Linear(width, config.hidden_size, bias=False)
         self.hidden_norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.layers = nn.ModuleList(DraftLayer(config, tp) for _ in range(config.num_layers))
+        self.heads_per_group = heads_per_group(self.layers[0].self_attn)
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
-        self.rotary = RotaryEmbedding(config.rope, config.head_dim, max_model_len)
+        # A block may reach beyond the longest sequence: its last drafts are then of no use.
+        self.rotary = RotaryEmbedding(
+            config.rope, config.head_dim, max_model_len + config.block_size
+        )
 
     def inject(
         self, features_RF: Tensor, rows_R: Tensor, positions_R: Tensor, cache: KVCache
@@ -133,7 +143,7 @@ class DFlashDrafter(nn.Module):
         L = x_BLH.shape[1]
         device, dtype = x_BLH.device, x_BLH.dtype
         offsets_L = torch.arange(L, device=device, dtype=torch.int32)
-        positions_BL = (starts_B[:, None] + offsets_L).clamp(max=cache.max_len - 1)
+        positions_BL = starts_B[:, None] + offsets_L
         keys_C = torch.arange(context_len, device=device, dtype=torch.int32)
         injected_BC = (keys_C >= context_starts_B[:, None]) & (keys_C < starts_B[:, None])
         rotary = self.rotary(positions_BL, dtype)
@@ -150,7 +160,7 @@ class DFlashDrafter(nn.Module):
                 context_BLC = context_BLC & (positions_BL[..., None] - keys_C < window)
                 block_LL = block_LL & (distance_LL.abs() < window)
             visible = torch.cat((context_BLC, block_LL.expand(x_BLH.shape[0], L, L)), dim=-1)
-            masks[window, causal] = visibility_mask(visible, dtype)
+            masks[window, causal] = attention_mask(visible, dtype, self.heads_per_group)
         for index, layer in enumerate(self.layers):
             k_BCGD, v_BCGD = cache.read(index, slots_B, context_len)
             x_BLH = layer(x_BLH, rotary, k_BCGD, v_BCGD, masks[kinds[index]])

@@ -102,7 +102,7 @@ class DrafterRunner:
         return DraftResult(tokens, Span(began, time.monotonic()))
 
     def warm_up(self) -> None:
-        """Run every shape once on the scratch slot."""
+        """Run every batch size and number of rows once, on the scratch slot, with no context."""
         width = self.model.fc.in_features
         row_bytes = width * self.dtype.itemsize
         for rows in self.shapes.draft_row_buckets:
@@ -153,7 +153,8 @@ class DrafterRunner:
             context_len,
         )
         logits_BKVr = self.vocabulary.logits(hidden_BLH[:, 1:])
-        return parallel_argmax(logits_BKVr, self.tp)[:sequences].tolist()
+        # Cut on the host: on the device the shape must not depend on how many sequences there are.
+        return parallel_argmax(logits_BKVr, self.tp).tolist()[:sequences]
 
     def _padded(self, values: np.ndarray, length: int, fill: int) -> torch.Tensor:
         padded = np.full(length, fill, dtype=np.int32)

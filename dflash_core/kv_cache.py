@@ -38,10 +38,6 @@ class KVCache:
         """The slot that padded rows use; its content is never read by a real sequence."""
         return self.num_slots
 
-    @property
-    def num_bytes(self) -> int:
-        return 2 * sum(layer.numel() * layer.element_size() for layer in self.keys)
-
     def rows(self, slots: Tensor, positions: Tensor, valid: Tensor) -> Tensor:
         """Flat cache row of each (slot, position); invalid ones go to the scratch slot.
 

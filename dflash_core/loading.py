@@ -12,6 +12,7 @@ from dflash_core.errors import CheckpointError
 from dflash_core.parallel import Shard
 
 WHOLE = Shard()
+COMPUTED = "rotary_emb.inv_freq"  # old Llama exports carry this table; it follows from the config
 
 
 def build(
@@ -40,7 +41,11 @@ def build(
     with torch.device("meta"):
         model = make()
     parameters = dict(model.named_parameters())
-    names = {name.removeprefix(prefix): name for name in checkpoint.names()}
+    names = {
+        name.removeprefix(prefix): name
+        for name in checkpoint.names()
+        if not name.endswith(COMPUTED)
+    }
     missing = sorted(parameters.keys() - names.keys())
     unexpected = [] if partial else sorted(names.keys() - parameters.keys() - unused)
     if missing or unexpected:

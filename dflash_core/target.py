@@ -16,7 +16,13 @@ from torch.nn import functional as F
 
 from dflash_core.config import TargetConfig
 from dflash_core.kv_cache import KVCache
-from dflash_core.layers import RMSNorm, SwiGLU, grouped_attention, visibility_mask
+from dflash_core.layers import (
+    RMSNorm,
+    SwiGLU,
+    attention_mask,
+    grouped_attention,
+    heads_per_group,
+)
 from dflash_core.parallel import (
     SINGLE,
     ColumnParallelLinear,
@@ -33,7 +39,7 @@ class LayerInputs(NamedTuple):
     rotary: tuple[Tensor, Tensor]  # each [B, L, 1, D]
     rows_R: Tensor  # int64: cache row that each token's key and value go to
     slots_B: Tensor  # int64
-    mask_BLC: Tensor
+    mask: Tensor  # [B, 1, M * L, C], additive
 
 
 class Attention(nn.Module):
@@ -59,8 +65,8 @@ class Attention(nn.Module):
         k_BLGD = rotate(self.k_proj(x_BLH).view(heads), inputs.rotary)
         v_BLGD = self.v_proj(x_BLH).view(heads)
         cache.write(self.layer, inputs.rows_R, k_BLGD.flatten(0, 1), v_BLGD.flatten(0, 1))
-        k_BCGD, v_BCGD = cache.read(self.layer, inputs.slots_B, inputs.mask_BLC.shape[-1])
-        return self.o_proj(grouped_attention(q_BLND, k_BCGD, v_BCGD, inputs.mask_BLC))
+        k_BCGD, v_BCGD = cache.read(self.layer, inputs.slots_B, inputs.mask.shape[-1])
+        return self.o_proj(grouped_attention(q_BLND, k_BCGD, v_BCGD, inputs.mask))
 
 
 class DecoderLayer(nn.Module):
@@ -103,6 +109,7 @@ class LlamaTarget(nn.Module):
         self.layers = nn.ModuleList(
             DecoderLayer(config, layer, tp) for layer in range(config.num_layers)
         )
+        self.heads_per_group = heads_per_group(self.layers[0].self_attn)
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.rotary = RotaryEmbedding(config.rope, config.head_dim, max_model_len)
         if config.tie_word_embeddings:
@@ -144,7 +151,9 @@ class LlamaTarget(nn.Module):
             rotary=self.rotary(positions_BL, x_BLH.dtype),
             rows_R=cache.rows(slots_B[:, None], positions_BL, valid_BL).flatten(),
             slots_B=slots_B.long(),
-            mask_BLC=visibility_mask(keys_C <= positions_BL[..., None], x_BLH.dtype),
+            mask=attention_mask(
+                keys_C <= positions_BL[..., None], x_BLH.dtype, self.heads_per_group
+            ),
         )
         taps: dict[int, Tensor] = {}
         for index, layer in enumerate(self.layers):

@@ -10,7 +10,9 @@ from typing import Any
 import torch
 from safetensors.torch import save_file
 
-from dflash_core.random_drafter import write_random_drafter
+from dflash_core.checkpoint import load_target_config
+from dflash_core.config import default_target_layer_ids, drafter_config
+from dflash_core.random_drafter import drafter_json, weight_shapes
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja")
 MASK_TOKEN_ID = 16  # `<empty_output>` when the tokenizer is SmolLM2's
@@ -88,6 +90,36 @@ def write_target(
     return folder
 
 
-def write_drafter(folder: Path, target: Path, **options: Any) -> Path:
-    """A random bfloat16 drafter for a target folder; options as `write_random_drafter`."""
-    return write_random_drafter(target, folder, **{"mask_token_id": MASK_TOKEN_ID} | options)
+def write_drafter(
+    folder: Path,
+    target: Path,
+    *,
+    layers: int = 2,
+    block_size: int = 6,
+    target_layer_ids: tuple[int, ...] | None = None,
+    seed: int = 3,
+    **changes: Any,
+) -> Path:
+    """A random float32 drafter for a target folder, with fields of its config.json changed.
+
+    Its weights are large, so that what it drafts depends on its context.
+    """
+    target_config = load_target_config(target)
+    raw = drafter_json(
+        target_config,
+        layers=layers,
+        block_size=block_size,
+        mask_token_id=MASK_TOKEN_ID,
+        target_layer_ids=target_layer_ids
+        or default_target_layer_ids(target_config.num_layers, layers),
+    )
+    raw |= {"torch_dtype": "float32"} | changes
+    generator = torch.Generator().manual_seed(seed)
+    weights = {
+        name: torch.randn(shape, generator=generator) * (1.0 if len(shape) == 1 else 0.3)
+        for name, shape in weight_shapes(drafter_config(raw)).items()
+    }
+    folder.mkdir(parents=True, exist_ok=True)
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    (folder / "config.json").write_text(json.dumps(raw), encoding="utf-8")
+    return folder

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 
 from dflash_core.checkpoint import load_drafter_config
 from dflash_core.drafter_runner import DrafterRunner
@@ -16,13 +15,15 @@ from dflash_core.messages import DraftPlan, Features
 from dflash_core.shapes import StaticShapes
 from tests import reference
 from tests.core.test_target import transformers_model
+from tests.tiny import write_drafter
 
-VOCAB, HIDDEN, MASK = 131, 64, 130
+VOCAB, HIDDEN = 131, 64
 SHAPES = StaticShapes.create(num_slots=4, max_model_len=64, num_drafts=5, prefill_chunk=16)
 TAPS = (0, 1, 2)
 WIDTH = len(TAPS) * HIDDEN
 VARIANTS = {
     "full attention": {},
+    "grouped-query": {"num_key_value_heads": 2},
     "multi-query": {"num_key_value_heads": 1},
     "sliding, causal in the block": {
         "layer_types": ["sliding_attention", "full_attention"],
@@ -34,60 +35,6 @@ VARIANTS = {
         "is_causal": False,
     },
 }
-
-
-def save_drafter(folder: Path, **changes: object) -> None:
-    """A random drafter of two layers in z-lab's format."""
-    config = {
-        "architectures": ["DFlashDraftModel"],
-        "model_type": "qwen3",
-        "hidden_size": HIDDEN,
-        "intermediate_size": 96,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "head_dim": 16,
-        "vocab_size": VOCAB,
-        "rms_norm_eps": 1e-6,
-        "rope_theta": 10000.0,
-        "rope_scaling": None,
-        "max_position_embeddings": 64,
-        "attention_bias": False,
-        "tie_word_embeddings": False,
-        "torch_dtype": "float32",
-        "block_size": 6,
-        "num_target_layers": 4,
-        "dflash_config": {"mask_token_id": MASK, "target_layer_ids": list(TAPS)},
-    } | changes
-    generator = torch.Generator().manual_seed(3)
-
-    def random(*shape: int) -> torch.Tensor:
-        return torch.randn(shape, generator=generator) * (0.3 if len(shape) > 1 else 1.0)
-
-    q_size = config["num_attention_heads"] * config["head_dim"]
-    kv_size = config["num_key_value_heads"] * config["head_dim"]
-    tensors = {"fc.weight": random(HIDDEN, WIDTH)}
-    for name in ("hidden_norm", "norm"):
-        tensors[f"{name}.weight"] = random(HIDDEN)
-    for layer in range(2):
-        shapes = {
-            "input_layernorm": (HIDDEN,),
-            "post_attention_layernorm": (HIDDEN,),
-            "self_attn.q_proj": (q_size, HIDDEN),
-            "self_attn.k_proj": (kv_size, HIDDEN),
-            "self_attn.v_proj": (kv_size, HIDDEN),
-            "self_attn.o_proj": (HIDDEN, q_size),
-            "self_attn.q_norm": (config["head_dim"],),
-            "self_attn.k_norm": (config["head_dim"],),
-            "mlp.gate_proj": (96, HIDDEN),
-            "mlp.up_proj": (96, HIDDEN),
-            "mlp.down_proj": (HIDDEN, 96),
-        }
-        for name, shape in shapes.items():
-            tensors[f"layers.{layer}.{name}.weight"] = random(*shape)
-    folder.mkdir(parents=True, exist_ok=True)
-    save_file(tensors, folder / "model.safetensors")
-    (folder / "config.json").write_text(json.dumps(config))
 
 
 def plan(
@@ -122,7 +69,7 @@ class Pair:
 
     def __init__(self, folder: Path, **changes: object) -> None:
         transformers_model(folder / "target")
-        save_drafter(folder / "drafter", **changes)
+        write_drafter(folder / "drafter", folder / "target", target_layer_ids=TAPS, **changes)
         self.config = load_drafter_config(folder / "drafter")
         self.weights = load_file(folder / "drafter" / "model.safetensors")
         target = load_file(folder / "target" / "model.safetensors")
@@ -173,7 +120,7 @@ def test_drafts_of_a_batch_equal_the_reference_step_by_step(variant: str, tmp_pa
         result = pair.runner.draft(plan(torch.cat(parts), rows, questions))
         assert result.tokens == expected
         seen.update(map(tuple, expected))
-    assert len(seen) == 11, "drafts must depend on the context for this test to mean anything"
+    assert len(seen) > 5, "drafts must depend on the context for this test to mean anything"
 
 
 def test_rejected_positions_leave_no_trace(tmp_path: Path) -> None:

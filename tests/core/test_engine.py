@@ -13,9 +13,10 @@ from dflash_core.request import GenerationRequest
 from dflash_core.shapes import StaticShapes
 from dflash_core.stopping import Stopping
 from dflash_core.target_runner import TargetRunner
-from tests.core.test_drafter import TAPS, save_drafter
+from tests.core.test_drafter import TAPS
 from tests.core.test_target import transformers_model
 from tests.drafters import ReplayDrafter
+from tests.tiny import write_drafter
 
 K = 5
 SHAPES = StaticShapes.create(num_slots=3, max_model_len=64, num_drafts=K, prefill_chunk=8)
@@ -27,7 +28,7 @@ LENGTHS = (1, 3, 7, 8, 9, 16, 21)
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("pair")
     transformers_model(folder / "target")
-    save_drafter(folder / "drafter")
+    write_drafter(folder / "drafter", folder / "target", target_layer_ids=TAPS)
     return folder
 
 

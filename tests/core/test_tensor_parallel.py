@@ -17,8 +17,9 @@ from dflash_core.runtime import join_group, open_store
 from dflash_core.shapes import StaticShapes
 from dflash_core.stopping import Stopping
 from dflash_core.target_runner import TargetRunner
-from tests.core.test_drafter import TAPS, save_drafter
+from tests.core.test_drafter import TAPS
 from tests.core.test_target import LLAMA3, transformers_model
+from tests.tiny import write_drafter
 
 SHAPES = StaticShapes.create(num_slots=2, max_model_len=64, num_drafts=5, prefill_chunk=16)
 PROMPTS = [[3, 4, 5, 6, 7, 8], list(range(20, 50)), [9]]
@@ -90,7 +91,13 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
         num_key_value_heads=4,
         rope_parameters=LLAMA3,
     )
-    save_drafter(folder / "drafter", vocab_size=136)
+    write_drafter(
+        folder / "drafter",
+        folder / "target",
+        target_layer_ids=TAPS,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+    )
     return folder
 
 
