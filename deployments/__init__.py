@@ -1,1 +1,3 @@
 """The Ray Serve application: Router, Verifier and Drafter deployments."""
+
+__version__ = "0.1.0"

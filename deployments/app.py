@@ -4,17 +4,26 @@
 
 from ray.serve import Application
 
-from dflash_core.checkpoint import load_drafter_config, load_target_config, resolve
-from dflash_core.pairing import validate_pair
-from dflash_core.runtime import DTYPES
 from deployments.app_args import AppArgs, WorkerArgs
 from deployments.drafter import Drafter
+from deployments.openai_protocol import MAX_STOP_TOKEN_IDS
 from deployments.router import Router
 from deployments.specs import DrafterSpec, VerifierSpec
 from deployments.verifier import Verifier
+from dflash_core.checkpoint import (
+    load_drafter_config,
+    load_sampling_defaults,
+    load_target_config,
+    resolve,
+)
+from dflash_core.pairing import validate_pair
+from dflash_core.runtime import DTYPES
+from dflash_core.sampling import MAX_LOGIT_BIAS
+from dflash_core.shapes import StaticShapes
 
 MIN_CHANNEL_BYTES = 1 << 20
 MESSAGE_OVERHEAD_BYTES = 64 << 10
+LOGPROBS_BYTES = 512  # of one token with 20 alternatives, pickled
 CONTROL_CPUS = 0.1
 
 
@@ -27,7 +36,9 @@ def build(args: AppArgs) -> Application:
     Raises:
         CheckpointError, ConfigError, PairingError: naming the field, the values and the remedy.
     """
-    target = load_target_config(resolve(args.target.model, revision=args.target.revision))
+    folder = resolve(args.target.model, revision=args.target.revision)
+    target = load_target_config(folder)
+    load_sampling_defaults(folder)  # the Router's; a mistake in them shows here
     speculation = args.speculation
     drafter = None
     if speculation is not None:
@@ -49,8 +60,10 @@ def build(args: AppArgs) -> Application:
         dtype=args.dtype,
         device=args.device,
         shapes=shapes,
-        channel_bytes=channel_bytes(shapes.max_draft_rows, row_bytes),
+        channel_bytes=channel_bytes(shapes.max_draft_rows, row_bytes)
+        + args.max_num_seqs * (args.num_drafts + 1) * LOGPROBS_BYTES,
         tapped_layers=tapped_layers,
+        plan_bytes=plan_bytes(shapes),
         **rank_options(args.target),
     )
     verifier = Verifier.options(
@@ -81,6 +94,13 @@ def build(args: AppArgs) -> Application:
 def channel_bytes(rows: int, row_bytes: int) -> int:
     """Buffer that holds the features of that many rows and what goes with them."""
     return max(MIN_CHANNEL_BYTES, rows * row_bytes + MESSAGE_OVERHEAD_BYTES)
+
+
+def plan_bytes(shapes: StaticShapes) -> int:
+    """Buffer that holds any VerifyPlan: above all the tokens that penalties look at, the logit
+    biases, and the stop ids that min_tokens keeps out, of every slot."""
+    per_slot = 9 * shapes.max_model_len + 12 * MAX_LOGIT_BIAS + 16 * MAX_STOP_TOKEN_IDS
+    return max(MIN_CHANNEL_BYTES, shapes.num_slots * per_slot + MESSAGE_OVERHEAD_BYTES)
 
 
 def rank_options(args: WorkerArgs) -> dict:

@@ -66,8 +66,20 @@ class AppArgs(Strict):
     max_model_len: int = Field(2048, ge=2, description="longest prompt + output, in tokens")
     prefill_chunk_size: int = Field(256, ge=1, description="prompt tokens per step")
     max_queued_requests: int = Field(256, ge=0, description="waiting requests; more answer 429")
+    all_greedy: bool = Field(
+        False, description="refuse requests that need more than the argmax of the logits"
+    )
     num_seqs_buckets: list[int] | None = Field(None, description="batch sizes of decode steps")
     context_buckets: list[int] | None = Field(None, description="attention lengths")
+    api_key_env: str | None = Field(
+        None, description="environment variable of the Router's process that holds the API key"
+    )
+    api_key_file: str | None = Field(
+        None, description="file on the Router's node with API keys, one a line"
+    )
+    cors_allow_origins: list[str] = Field(
+        default_factory=list, description='origins whose web pages may use the API; "*" = all'
+    )
 
     @model_validator(mode="after")
     def _check_shapes(self) -> AppArgs:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import os
+import time
 from collections import deque
 from collections.abc import AsyncGenerator
 from dataclasses import asdict
@@ -12,15 +14,16 @@ from typing import Any
 
 from ray.serve.handle import DeploymentHandle, DeploymentResponseGenerator
 
-from dflash_core.request import GenerationOutput, GenerationRequest
-from dflash_core.sequence import Sequence
-from dflash_core.statistics import AcceptanceStatistics
-from dflash_core.stopping import Stopping
 from deployments.errors import NotReady, QueueFull
+from deployments.figures import Gauges, Snapshot
 from deployments.fleet import Fleet
 from deployments.replicas import Lease
+from deployments.request_record import RequestFigures, RequestRecord
 from deployments.stream import Delivery, Stream
 from deployments.verify_loop import VerifyLoop
+from dflash_core.request import GenerationOutput, GenerationRequest
+from dflash_core.sequence import Sequence
+from dflash_core.stopping import Stopping
 
 logger = logging.getLogger("ray.serve")
 
@@ -31,6 +34,7 @@ class Coordinator:
     """Generates text with the replicas of a Fleet. Runs on the Router's event loop.
 
     Args:
+        name: of this Router, unique in the application.
         fleet: the connected replicas.
         verifiers: handle through which slots are leased.
         tokenizer, eos_token_ids, max_model_len: of the target.
@@ -40,6 +44,7 @@ class Coordinator:
 
     def __init__(
         self,
+        name: str,
         fleet: Fleet,
         verifiers: DeploymentHandle,
         *,
@@ -49,6 +54,7 @@ class Coordinator:
         slots_per_verifier: int,
         max_queued_requests: int,
     ) -> None:
+        self._name = name
         self.fleet = fleet
         self._leases = verifiers.options(stream=True)
         self._tokenizer = tokenizer
@@ -60,6 +66,7 @@ class Coordinator:
         self._cleaning: set[asyncio.Task] = set()
         self.num_waiting = 0
         self.num_running = 0
+        self.requests = RequestFigures()
         self.recent: deque[dict[str, Any]] = deque(maxlen=RECENT_REQUESTS)
 
     async def generate(self, request: GenerationRequest) -> AsyncGenerator[GenerationOutput, None]:
@@ -69,6 +76,15 @@ class Coordinator:
             QueueFull: too many requests wait already.
             NotReady: no Verifier, or it was lost.
         """
+        with RequestRecord(self.requests, request) as record:
+            async with contextlib.aclosing(self._generate(request, record)) as outputs:
+                async for output in outputs:
+                    record.add(output)
+                    yield output
+
+    async def _generate(
+        self, request: GenerationRequest, record: RequestRecord
+    ) -> AsyncGenerator[GenerationOutput, None]:
         slots = len(self.fleet.verifiers) * self._slots_per_verifier
         if self.num_waiting + self.num_running >= slots + self._max_queued_requests:
             raise QueueFull(
@@ -76,6 +92,7 @@ class Coordinator:
                 "for one (max_queued_requests); try again later"
             )
         response, lease = await self._lease(request)
+        record.admitted()
         deliveries: asyncio.Queue[Delivery] = asyncio.Queue()
         verifier: VerifyLoop | None = None
         stream: Stream | None = None
@@ -147,6 +164,20 @@ class Coordinator:
         watch.cancel()
         response.cancel()
 
+    def figures(self) -> Snapshot:
+        """What this Router has measured. Reads without locks what the loops' threads write."""
+        counters = self.fleet.counters()
+        counters.requests.add(self.requests)
+        gauges = Gauges(
+            running=self.num_running,
+            waiting=self.num_waiting,
+            slots=len(self.fleet.verifiers) * self._slots_per_verifier,
+            verifiers=len(self.fleet.verifiers),
+            drafters=len(self.fleet.drafters),
+            routers=1,
+        )
+        return Snapshot(self._name, time.monotonic(), counters, gauges)
+
     async def stats(self) -> dict[str, Any]:
         """Counters of this Router, with the replicas as they are now."""
         await self.fleet.refresh()
@@ -154,15 +185,12 @@ class Coordinator:
 
     def counters(self) -> dict[str, Any]:
         """Counters of this Router process, its loops and the replicas behind them."""
-        total = AcceptanceStatistics()
         verifiers, drafters = {}, {}
         for loop in self.fleet.verifiers.values():
-            acceptance = loop.acceptance()
-            total.add(acceptance)
             verifiers[loop.replica_id] = {
                 "running": len(loop.streams),
                 "drafter": loop.drafter.replica_id if loop.drafter is not None else None,
-                "speculation": acceptance.as_dict(),
+                "speculation": loop.statistics.as_dict(),
                 "verify": loop.stage.as_dict(),
             }
         for loop in self.fleet.drafters.values():
@@ -174,7 +202,7 @@ class Coordinator:
         return {
             "router_pid": os.getpid(),
             "requests": {"running": self.num_running, "waiting": self.num_waiting},
-            "speculation": total.as_dict(),
+            "speculation": self.figures().counters.acceptance.as_dict(),
             "recent_requests": list(self.recent),
             "verifiers": verifiers,
             "drafters": drafters,

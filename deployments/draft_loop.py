@@ -9,13 +9,13 @@ import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from dflash_core import plans
-from dflash_core.messages import DraftResult
-from dflash_core.sequence import DraftJob
 from deployments.graph import ModelGraph, WorkerLost
 from deployments.specs import DrafterSpec
 from deployments.stage import StageTimes
 from deployments.stream import Stream
+from dflash_core import plans
+from dflash_core.messages import DraftResult
+from dflash_core.sequence import DraftJob
 
 if TYPE_CHECKING:
     from deployments.verify_loop import VerifyLoop
@@ -35,6 +35,10 @@ class DraftLoop:
         graph: compiled graph to its workers, warmed up.
         spec: of the Drafter.
         on_lost: called once, from this thread, when the Drafter is lost.
+
+    Attributes:
+        stage: sums over all steps.
+        ended: whether they have their final values.
     """
 
     def __init__(
@@ -66,6 +70,10 @@ class DraftLoop:
         """Seconds that waiting for an answer is worth: nothing when the last one took too long."""
         return timeout if self._last_answer_s <= timeout else 0.0
 
+    @property
+    def ended(self) -> bool:
+        return not self._thread.is_alive()
+
     def close(self) -> None:
         """End the thread and the graph."""
         self._questions.put(None)
@@ -86,7 +94,10 @@ class DraftLoop:
                 break
             except Exception:
                 logger.exception("drafter %s: a step failed", self.replica_id)
-                self._reply([(*question, []) for question in questions])
+                for verifier in {question[0] for question in questions}:
+                    verifier.draft_failed(
+                        self, [stream for owner, stream, _ in questions if owner is verifier]
+                    )
         self.graph.close()
 
     def _gather(self) -> list[Question] | None:
@@ -130,10 +141,9 @@ class DraftLoop:
 
     def _reply(self, answers: list[tuple[VerifyLoop, Stream, DraftJob, list[int]]]) -> None:
         for verifier in {answer[0] for answer in answers}:
-            verifier.drafted(
-                [
-                    (stream, job.start, drafts)
-                    for owner, stream, job, drafts in answers
-                    if owner is verifier and job.token is not None
-                ]
-            )
+            drafts = [
+                (stream, job.start, tokens)
+                for owner, stream, job, tokens in answers
+                if owner is verifier
+            ]
+            verifier.drafted(self, drafts)

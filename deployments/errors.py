@@ -57,6 +57,17 @@ class ContextLengthExceeded(InvalidRequest):
     code = "context_length_exceeded"
 
 
+class Unauthorized(ApiError):
+    """No API key, or none that is known here."""
+
+    status = 401
+    type = "invalid_request_error"
+    code = "invalid_api_key"
+
+    def headers(self) -> dict[str, str]:
+        return super().headers() | {"WWW-Authenticate": "Bearer"}
+
+
 class ModelNotFound(ApiError):
     """Another model is served here."""
 

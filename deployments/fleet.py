@@ -5,19 +5,22 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 from ray.serve.exceptions import DeploymentUnavailableError
 from ray.serve.handle import DeploymentHandle
 
-from dflash_core import plans
-from dflash_core.messages import DraftResult, VerifyResult
 from deployments.draft_loop import DraftLoop
+from deployments.figures import Counters
 from deployments.graph import ModelGraph
 from deployments.replicas import ReplicaDescription
 from deployments.scheduler import Scheduler
 from deployments.specs import DrafterSpec, VerifierSpec
+from deployments.step_costs import StepCosts, measure
 from deployments.verify_loop import VerifyLoop
+from dflash_core import plans
+from dflash_core.messages import DraftResult, VerifyResult
 
 logger = logging.getLogger("ray.serve")
 
@@ -37,6 +40,9 @@ class Fleet:
         verifier_spec, drafter_spec: what their workers run.
         draft_timeout: seconds that a request waits for drafts.
         groups: see Scheduler.
+
+    Attributes:
+        step_costs: measured on the replicas that were connected last.
     """
 
     def __init__(
@@ -58,6 +64,9 @@ class Fleet:
         self.verifiers: dict[str, VerifyLoop] = {}
         self.drafters: dict[str, DraftLoop] = {}
         self.descriptions: dict[str, ReplicaDescription] = {}
+        self.step_costs = StepCosts()
+        self._ending: list[VerifyLoop | DraftLoop] = []
+        self._ended = Counters()
         self._refreshing = asyncio.Lock()
         self._loop = asyncio.get_running_loop()
         self._task = self._loop.create_task(self._poll())
@@ -78,9 +87,18 @@ class Fleet:
             await self.refresh()
         return self.verifiers.get(replica_id)
 
+    def counters(self) -> Counters:
+        """Sums over all loops there ever were; the requests' part is empty."""
+        counters = Counters()
+        counters.add(self._ended)
+        for loop in [*self.verifiers.values(), *self.drafters.values(), *self._ending]:
+            _count(loop, counters)
+        return counters
+
     async def refresh(self) -> None:
         """Bring the loops in line with the replicas that Serve names."""
         async with self._refreshing:
+            self._forget_ended()
             verifiers = await self._describe(self._verifier_handle)
             drafters = await self._describe(self._drafter_handle)
             self.descriptions = verifiers | drafters
@@ -134,15 +152,27 @@ class Fleet:
             logger.exception("cannot connect to replica %s", description.replica_id)
 
     def _open_verifier(self, description: ReplicaDescription) -> None:
-        spec = self._verifier_spec
+        shapes = self._verifier_spec.shapes
         graph: ModelGraph[VerifyResult] = ModelGraph(
-            description.workers, "verify", channel_bytes=1 << 20
+            description.workers, "verify", channel_bytes=self._verifier_spec.plan_bytes
         )
-        graph.run(plans.scratch_verify_plan(spec.shapes, 1, 1), WARM_UP_TIMEOUT_S)
+        graph.run(plans.scratch_verify_plan(shapes, 1, 1), WARM_UP_TIMEOUT_S)
+        if self._drafter_spec is not None:
+            plain, block = (
+                measure(
+                    graph,
+                    {
+                        size: plans.scratch_verify_plan(shapes, size, length)
+                        for size in shapes.num_seqs_buckets
+                    },
+                )
+                for length in (1, shapes.num_drafts + 1)
+            )
+            self.step_costs = replace(self.step_costs, plain=plain, block=block)
         self.verifiers[description.replica_id] = VerifyLoop(
             description.replica_id,
             graph,
-            spec.shapes,
+            shapes,
             Scheduler(self._groups),
             draft_timeout=self._draft_timeout,
             on_lost=lambda loop: self._soon(self._drop_verifier, loop),
@@ -155,6 +185,14 @@ class Fleet:
             description.workers, "draft", channel_bytes=spec.channel_bytes
         )
         graph.run(plans.scratch_draft_plan(spec.shapes, 1, None), WARM_UP_TIMEOUT_S)
+        draft = measure(
+            graph,
+            {
+                size: plans.scratch_draft_plan(spec.shapes, size, None)
+                for size in spec.shapes.num_seqs_buckets
+            },
+        )
+        self.step_costs = replace(self.step_costs, draft=draft)
         self.drafters[description.replica_id] = DraftLoop(
             description.replica_id,
             graph,
@@ -185,6 +223,7 @@ class Fleet:
         if verifier.drafter is not None and not verifier.drafter.lost:
             verifier.drafter.graph.workers[0].detach.remote(verifier.replica_id)
         verifier.close()
+        self._ending.append(verifier)
 
     def _drop_drafter(self, drafter: DraftLoop) -> None:
         if self.drafters.get(drafter.replica_id) is not drafter:
@@ -193,6 +232,21 @@ class Fleet:
         for verifier in self.verifiers.values():
             verifier.detach(drafter)
         drafter.close()
+        self._ending.append(drafter)
+
+    def _forget_ended(self) -> None:
+        """Keep of the loops that are over just what they have counted."""
+        for loop in [loop for loop in self._ending if loop.ended]:
+            self._ending.remove(loop)
+            _count(loop, self._ended)
 
     def _soon(self, call: Callable[..., None], *args: Any) -> None:
         self._loop.call_soon_threadsafe(call, *args)
+
+
+def _count(loop: VerifyLoop | DraftLoop, counters: Counters) -> None:
+    if isinstance(loop, VerifyLoop):
+        counters.acceptance.add(loop.statistics)
+        counters.verify.add(loop.stage)
+    else:
+        counters.draft.add(loop.stage)

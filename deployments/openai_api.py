@@ -7,35 +7,35 @@ deployment exists: `@serve.ingress()` on a class whose `__serve_build_asgi_app__
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import time
 import uuid
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Sequence
 from typing import Any, Protocol
 
 from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse, Response
 from openai.types import Completion, Model
 from openai.types.chat import ChatCompletion
+from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4
+from starlette.middleware.cors import CORSMiddleware
 
+from deployments import __version__
 from deployments.answer import Answer, ChatAnswer, CompletionAnswer
+from deployments.api_key import RequireApiKey
 from deployments.error_responses import EXCEPTION_HANDLERS, InternalErrors
-from deployments.errors import (
-    ContextLengthExceeded,
-    InternalError,
-    InvalidRequest,
-    ModelNotFound,
-    NotReady,
-)
+from deployments.errors import InternalError, NotReady
 from deployments.event_stream import ClientGone, EventStream, unless_client_leaves
+from deployments.generation_requests import generation_requests
+from deployments.interleaved import interleaved
 from deployments.openai_protocol import ChatCompletionRequest, CompletionRequest, GenerationBody
+from deployments.prompts import check_model, encode, render
 from deployments.request_id import RequestId
+from deployments.tokenization_api import tokenization_routes
 from dflash_core.request import GenerationOutput, GenerationRequest
 
 OWNER = "dflash"
 CLIENT_CLOSED_REQUEST = 499  # nobody reads it; access logs do
-RESERVED_TEMPLATE_KWARGS = {"conversation", "tokenize", "chat_template", "return_dict", "messages"}
 
 
 class Engine(Protocol):
@@ -46,7 +46,9 @@ class Engine(Protocol):
         model_name: the id clients use.
         model_root: what the tokenizer can be loaded from: a hub id or a folder.
         max_model_len: most tokens of prompt and output together.
-        vocab_size: rows of the target's embedding; prompt ids are below it.
+        vocab_size: rows of the target's embedding; token ids are below it.
+        sampling_defaults: sampling parameters that hold where a request leaves them out.
+        all_greedy: the engine serves nothing but the argmax of the logits.
     """
 
     tokenizer: Any
@@ -54,6 +56,8 @@ class Engine(Protocol):
     model_root: str
     max_model_len: int
     vocab_size: int
+    sampling_defaults: dict[str, float]
+    all_greedy: bool
 
     def generate(self, request: GenerationRequest) -> AsyncGenerator[GenerationOutput, None]:
         """Outputs as they are verified; the last one has a finish reason. Closing the generator
@@ -68,47 +72,64 @@ class Engine(Protocol):
         """Figures for `GET /stats`, JSON."""
         ...
 
+    async def metrics(self) -> bytes:
+        """Figures for `GET /metrics`, in Prometheus' text format."""
+        ...
 
-def create_api(engine: Engine, *, echo_request_id: bool = True) -> FastAPI:
+
+def create_api(
+    engine: Engine,
+    *,
+    echo_request_id: bool = True,
+    api_keys: Sequence[str] = (),
+    cors_allow_origins: Sequence[str] = (),
+) -> FastAPI:
     """The application.
 
     Args:
         engine: answers the requests.
         echo_request_id: return `X-Request-Id`. False behind Ray Serve's proxy, which returns the
             header itself: clients would see it twice.
+        api_keys: any of them is required, see RequireApiKey; none = no key is asked for.
+        cors_allow_origins: origins whose pages may call the API from a browser, "*" = all.
     """
     app = FastAPI(title="DFlash", description="Speculative decoding behind the OpenAI API")
     started = int(time.time())
 
     @app.post("/v1/completions", response_model=Completion)
     async def completions(body: CompletionRequest, request: Request) -> Response:
-        check_model(engine, body.model)
-        prompt = body.prompt
-        if isinstance(prompt, str):
-            special = body.add_special_tokens is not False
-            prompt = await encode(engine, prompt, "prompt", add_special_tokens=special)
-        generation = generation_request(engine, prompt, body, "prompt", body.max_tokens)
-        answer = CompletionAnswer(answer_id("cmpl", request), engine.model_name, prompt, body)
-        return await respond(generation, answer, body, request)
+        check_model(engine.model_name, body.model)
+        special = body.add_special_tokens is not False
+        prompts = [
+            await encode(engine.tokenizer, prompt, "prompt", add_special_tokens=special)
+            if isinstance(prompt, str)
+            else prompt
+            for prompt in body.prompts
+        ]
+        requests = generation_requests(engine, prompts, body, "prompt", body.max_tokens)
+        name = answer_id("cmpl", request)
+        answer = CompletionAnswer(name, engine.model_name, engine.tokenizer, prompts, body)
+        return await respond(requests, answer, body, request)
 
     @app.post("/v1/chat/completions", response_model=ChatCompletion)
     async def chat_completions(body: ChatCompletionRequest, request: Request) -> Response:
-        check_model(engine, body.model)
-        text = await render(engine, body)
+        check_model(engine.model_name, body.model)
+        text = await render(engine.tokenizer, body.messages, body.chat_template_kwargs)
         special = body.add_special_tokens is True  # the template writes them, as a rule
-        prompt = await encode(engine, text, "messages", add_special_tokens=special)
+        prompt = await encode(engine.tokenizer, text, "messages", add_special_tokens=special)
         max_tokens = body.max_completion_tokens or body.max_tokens
-        generation = generation_request(engine, prompt, body, "messages", max_tokens)
-        answer = ChatAnswer(answer_id("chatcmpl", request), engine.model_name, prompt, body)
-        return await respond(generation, answer, body, request)
+        requests = generation_requests(engine, [prompt], body, "messages", max_tokens)
+        name = answer_id("chatcmpl", request)
+        answer = ChatAnswer(name, engine.model_name, engine.tokenizer, [prompt], body)
+        return await respond(requests, answer, body, request)
 
     async def respond(
-        generation: GenerationRequest, answer: Answer, body: GenerationBody, request: Request
+        requests: list[GenerationRequest], answer: Answer, body: GenerationBody, request: Request
     ) -> Response:
         if body.stream:
-            return EventStream(chunks(engine, generation, answer))
+            return EventStream(chunks(engine, requests, answer))
         try:
-            await unless_client_leaves(request.receive, complete(engine, generation, answer))
+            await unless_client_leaves(request.receive, complete(engine, requests, answer))
         except ClientGone:
             return Response(status_code=CLIENT_CLOSED_REQUEST)
         return Response(answer.whole(), media_type="application/json")
@@ -119,7 +140,7 @@ def create_api(engine: Engine, *, echo_request_id: bool = True) -> FastAPI:
 
     @app.get("/v1/models/{model:path}")
     async def model(model: str) -> JSONResponse:
-        check_model(engine, model)
+        check_model(engine.model_name, model)
         return JSONResponse(card())
 
     def card() -> dict[str, Any]:
@@ -145,40 +166,60 @@ def create_api(engine: Engine, *, echo_request_id: bool = True) -> FastAPI:
     async def stats() -> JSONResponse:
         return JSONResponse(await engine.stats())
 
+    @app.get("/metrics")
+    async def metrics() -> Response:
+        return Response(await engine.metrics(), media_type=CONTENT_TYPE_PLAIN_0_0_4)
+
+    @app.get("/version")
+    async def version() -> JSONResponse:
+        return JSONResponse({"version": __version__})
+
+    app.include_router(tokenization_routes(engine))
     app.exception_handlers.update(EXCEPTION_HANDLERS)
     app.add_middleware(InternalErrors)
+    if api_keys:
+        app.add_middleware(RequireApiKey, api_keys=api_keys)
+    if cors_allow_origins:
+        app.add_middleware(
+            CORSMiddleware,
+            allow_origins=cors_allow_origins,
+            allow_methods=["*"],
+            allow_headers=["*"],
+            expose_headers=["X-Request-Id", "Retry-After"],
+        )
     if echo_request_id:
         app.add_middleware(RequestId)
     return app
 
 
 async def chunks(
-    engine: Engine, request: GenerationRequest, answer: Answer
+    engine: Engine, requests: list[GenerationRequest], answer: Answer
 ) -> AsyncGenerator[str, None]:
     """The events of a streamed answer."""
-    async with contextlib.aclosing(collected(engine, request, answer)) as outputs:
-        async for output in outputs:
-            if (chunk := answer.chunk(output)) is not None:
+    async with contextlib.aclosing(collected(engine, requests, answer)) as outputs:
+        async for choice, output in outputs:
+            if (chunk := answer.chunk(choice, output)) is not None:
                 yield chunk
     if (chunk := answer.usage_chunk()) is not None:
         yield chunk
 
 
-async def complete(engine: Engine, request: GenerationRequest, answer: Answer) -> None:
+async def complete(engine: Engine, requests: list[GenerationRequest], answer: Answer) -> None:
     """Fills an answer that is sent as a whole."""
-    async with contextlib.aclosing(collected(engine, request, answer)) as outputs:
+    async with contextlib.aclosing(collected(engine, requests, answer)) as outputs:
         async for _ in outputs:
             pass
 
 
 async def collected(
-    engine: Engine, request: GenerationRequest, answer: Answer
-) -> AsyncGenerator[GenerationOutput, None]:
-    """The engine's outputs, each of them added to the answer."""
-    async with contextlib.aclosing(engine.generate(request)) as outputs:
-        async for output in outputs:
-            answer.add(output)
-            yield output
+    engine: Engine, requests: list[GenerationRequest], answer: Answer
+) -> AsyncGenerator[tuple[int, GenerationOutput], None]:
+    """The engine's outputs as they come, with their choice, each of them added to the answer."""
+    sources = [engine.generate(request) for request in requests]
+    async with contextlib.aclosing(interleaved(sources)) as outputs:
+        async for choice, output in outputs:
+            answer.add(choice, output)
+            yield choice, output
     if not answer.finished:
         raise InternalError("The engine ended the output without a reason.")
 
@@ -186,76 +227,3 @@ async def collected(
 def answer_id(kind: str, request: Request) -> str:
     """`X-Request-Id`, where there is one, with the prefix that OpenAI's ids have."""
     return f"{kind}-{request.headers.get('x-request-id') or uuid.uuid4().hex}"
-
-
-def check_model(engine: Engine, model: str | None) -> None:
-    if model is not None and model != engine.model_name:
-        raise ModelNotFound(
-            f"The model {model!r} does not exist; this server has {engine.model_name!r}.",
-            param="model",
-        )
-
-
-async def encode(engine: Engine, text: str, param: str, *, add_special_tokens: bool) -> list[int]:
-    # In a thread: tokenising a long prompt must not hold up everybody else's stream.
-    def work() -> list[int]:
-        return engine.tokenizer.encode(text, add_special_tokens=add_special_tokens)
-
-    try:
-        text.encode()
-    except UnicodeEncodeError as error:
-        raise InvalidRequest(f"{param} is not valid Unicode: {error.reason}", param=param) from None
-    return await asyncio.to_thread(work)
-
-
-async def render(engine: Engine, body: ChatCompletionRequest) -> str:
-    """The conversation in the model's chat template, ready for the assistant's turn."""
-    messages = [message.for_template() for message in body.messages]
-    kwargs = body.chat_template_kwargs or {}
-    if reserved := sorted(RESERVED_TEMPLATE_KWARGS & kwargs.keys()):
-        raise InvalidRequest(
-            f"chat_template_kwargs may not set {', '.join(reserved)}", param="chat_template_kwargs"
-        )
-
-    def work() -> str:
-        options = {"add_generation_prompt": True} | kwargs
-        return engine.tokenizer.apply_chat_template(messages, tokenize=False, **options)
-
-    try:
-        return await asyncio.to_thread(work)
-    except Exception as error:  # whatever a template raises is about the conversation it was given
-        raise InvalidRequest(
-            f"The chat template refuses these messages: {error}", param="messages"
-        ) from error
-
-
-def generation_request(
-    engine: Engine, prompt: list[int], body: GenerationBody, param: str, max_tokens: int | None
-) -> GenerationRequest:
-    """Checks what depends on the model. Too long is an error even where only `max_tokens` makes it
-    so, as in vLLM; without `max_tokens` the output may fill the context."""
-    if not prompt:
-        raise InvalidRequest(f"{param} is empty: send at least one token", param=param)
-    if max(prompt) >= engine.vocab_size:
-        raise InvalidRequest(
-            f"{param} contains the token id {max(prompt)}, but the vocabulary has "
-            f"{engine.vocab_size} tokens",
-            param=param,
-        )
-    requested = max_tokens or 1
-    if len(prompt) + requested > engine.max_model_len:
-        raise ContextLengthExceeded(
-            f"This model's maximum context length is {engine.max_model_len} tokens. However, you "
-            f"requested {requested} output tokens and your prompt contains {len(prompt)} input "
-            f"tokens, for a total of {len(prompt) + requested} tokens. Please reduce the length of "
-            "the input prompt or the number of requested output tokens.",
-            param=param if len(prompt) >= engine.max_model_len else "max_tokens",
-        )
-    return GenerationRequest(
-        request_id=uuid.uuid4().hex,  # clients may send the same X-Request-Id twice
-        prompt_token_ids=prompt,
-        max_tokens=max_tokens or engine.max_model_len - len(prompt),
-        stop=body.stop_strings,
-        stop_token_ids=tuple(body.stop_token_ids or ()),
-        ignore_eos=bool(body.ignore_eos),
-    )

@@ -2,40 +2,39 @@
 
 Requests are validated strictly ("5" is not a number). As in vLLM, unknown fields are accepted and
 ignored, and `stop_token_ids`, `ignore_eos`, `return_token_ids`, `add_special_tokens` and
-`chat_template_kwargs` are understood. A known parameter that would change the answer in a way this
-server does not support is refused by name; greedy decoding depends neither on `seed` nor on
-`top_p`, `top_k` and `min_p`. Answers are the types of the `openai` package.
+`chat_template_kwargs` are understood, and so are vLLM's sampling parameters, whose ranges
+`dflash_core.sampling` checks. A known parameter that would change the answer in a way this server
+does not support is refused by name. Answers are the types of the `openai` package.
 """
 
 from __future__ import annotations
 
 import json
+from abc import abstractmethod
 from typing import Annotated, Any, ClassVar, Literal
 
 from openai.types import CompletionChoice
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
 from deployments.errors import InvalidRequest
+from dflash_core.sampling import MAX_LOGPROBS
 
 TokenId = Annotated[int, Field(ge=0)]
 StopString = Annotated[str, Field(min_length=1)]
+FiniteNumber = Annotated[float, Field(allow_inf_nan=False)]
+NumLogprobs = Annotated[int, Field(ge=0, le=MAX_LOGPROBS)]
+
+MAX_CHOICES = 128  # of one request: prompts times n
+MAX_STOP_TOKEN_IDS = 1024
 
 # Parameters whose other values would change the answer, with the values that do not.
 NEUTRAL_VALUES: dict[str, tuple[Any, ...]] = {
-    "temperature": (0, 0.0, None),
-    "n": (1, None),
     "best_of": (1, None),
     "use_beam_search": (False, None),
-    "presence_penalty": (0, 0.0, None),
-    "frequency_penalty": (0, 0.0, None),
-    "repetition_penalty": (1, 1.0, None),
-    "logit_bias": ({}, None),
     "allowed_token_ids": (None,),
     "bad_words": ([], None),
-    "min_tokens": (0, None),
     "echo": (False, None),
     "suffix": ("", None),
-    "top_logprobs": (0, None),
     "prompt_logprobs": (None,),
     "logprob_token_ids": (None,),
     "include_stop_str_in_output": (False, None),
@@ -79,16 +78,31 @@ class GenerationBody(BaseModel):
     model: str | None = None
     max_tokens: int | None = Field(None, ge=1)
     stop: StopString | list[StopString] | None = None
-    stop_token_ids: list[TokenId] | None = None
+    stop_token_ids: list[TokenId] | None = Field(None, max_length=MAX_STOP_TOKEN_IDS)
     ignore_eos: bool | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     return_token_ids: bool | None = None
+    n: int | None = Field(None, ge=1, le=MAX_CHOICES)
     seed: int | None = None
-    top_p: float | None = Field(None, gt=0, le=1)
-    top_k: int | None = Field(None, ge=-1)
-    min_p: float | None = Field(None, ge=0, le=1)
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    min_p: float | None = None
+    repetition_penalty: float | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    logit_bias: dict[str, FiniteNumber] | None = None
+    min_tokens: int | None = None
     user: str | None = None
+
+    @field_validator("logit_bias")
+    @classmethod
+    def name_token_ids(cls, bias: dict[str, float] | None) -> dict[str, float] | None:
+        for name in bias or {}:
+            if not (name.isascii() and name.isdecimal() and len(name) < 10):
+                raise ValueError(f"{shortened(name)} is not a token id")
+        return bias
 
     @model_validator(mode="after")
     def refuse_what_would_change_the_answer(self) -> GenerationBody:
@@ -96,8 +110,8 @@ class GenerationBody(BaseModel):
             neutral = self.neutral_values.get(name)
             if neutral is not None and not any(same(value, allowed) for allowed in neutral):
                 raise InvalidRequest(
-                    f"{name}={shortened(value)} is not supported by this server, which decodes "
-                    f"greedily: leave it out or send {json.dumps(neutral[0])}",
+                    f"{name}={shortened(value)} is not supported by this server: leave it "
+                    f"out or send {json.dumps(neutral[0])}",
                     param=name,
                 )
         if self.stream_options is not None and not self.stream:
@@ -107,6 +121,11 @@ class GenerationBody(BaseModel):
         return self
 
     @property
+    @abstractmethod
+    def num_logprobs(self) -> int | None:
+        """Alternatives to report with every token; None for no log probabilities at all."""
+
+    @property
     def stop_strings(self) -> tuple[str, ...]:
         return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
 
@@ -114,21 +133,34 @@ class GenerationBody(BaseModel):
 class CompletionRequest(GenerationBody):
     """`POST /v1/completions`"""
 
-    neutral_values = NEUTRAL_VALUES | {"logprobs": (None,)}
+    neutral_values = NEUTRAL_VALUES | {"top_logprobs": (0, None)}
 
     prompt: str | list[TokenId] | list[str] | list[list[TokenId]]
     max_tokens: int | None = Field(16, ge=1)
     add_special_tokens: bool | None = None
+    logprobs: NumLogprobs | None = None
 
-    @field_validator("prompt")
-    @classmethod
-    def take_the_only_prompt(cls, prompt: Any) -> str | list[int]:
-        batch = isinstance(prompt, list) and (not prompt or not isinstance(prompt[0], int))
-        if not batch:
-            return prompt
-        if len(prompt) != 1:
-            raise ValueError(f"holds {len(prompt)} prompts: send one prompt per request")
-        return prompt[0]
+    @model_validator(mode="after")
+    def limit_the_choices(self) -> CompletionRequest:
+        choices = len(self.prompts) * (self.n or 1)
+        if choices > MAX_CHOICES:
+            raise InvalidRequest(
+                f"prompt and n ask for {choices} choices: at most {MAX_CHOICES} are given",
+                param="prompt",
+            )
+        return self
+
+    @property
+    def prompts(self) -> list[str] | list[list[int]]:
+        """A batch, even of one; an empty list is one empty prompt."""
+        batch = (
+            isinstance(self.prompt, list) and self.prompt and not isinstance(self.prompt[0], int)
+        )
+        return self.prompt if batch else [self.prompt]  # type: ignore[return-value, list-item]
+
+    @property
+    def num_logprobs(self) -> int | None:
+        return self.logprobs
 
 
 class TextPart(BaseModel):
@@ -167,12 +199,24 @@ class Message(BaseModel):
 class ChatCompletionRequest(GenerationBody):
     """`POST /v1/chat/completions`"""
 
-    neutral_values = NEUTRAL_VALUES | {"logprobs": (False, None)}
-
     messages: list[Message] = Field(min_length=1)
     max_completion_tokens: int | None = Field(None, ge=1)
     add_special_tokens: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
+    logprobs: bool | None = None
+    top_logprobs: NumLogprobs | None = None
+
+    @model_validator(mode="after")
+    def ask_for_logprobs_explicitly(self) -> ChatCompletionRequest:
+        if self.top_logprobs and not self.logprobs:
+            raise InvalidRequest(
+                "top_logprobs is allowed with logprobs=true only", param="top_logprobs"
+            )
+        return self
+
+    @property
+    def num_logprobs(self) -> int | None:
+        return self.top_logprobs or 0 if self.logprobs else None
 
 
 class StreamedCompletionChoice(CompletionChoice):

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 # Routers ask every replica for its description once a second: not worth a line in the log each.
 QUIET = {"enable_access_log": False}
 
+
 @dataclass(frozen=True)
 class Lease:
     """A slot of one Verifier replica, held as long as the stream that brought it is open."""

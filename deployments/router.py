@@ -10,14 +10,17 @@ from fastapi import FastAPI
 from ray import serve
 from ray.serve.handle import DeploymentHandle
 
-from dflash_core.checkpoint import load_target_config, resolve
-from dflash_core.request import GenerationOutput, GenerationRequest
-from dflash_core.tokenizer import load_tokenizer
+from deployments.api_key import load_api_keys
 from deployments.app_args import AppArgs
 from deployments.coordinator import Coordinator
+from deployments.figures import Snapshot
 from deployments.fleet import Fleet
 from deployments.openai_api import create_api
+from deployments.router_metrics import RouterMetrics
 from deployments.specs import DrafterSpec, VerifierSpec
+from dflash_core.checkpoint import load_sampling_defaults, load_target_config, resolve
+from dflash_core.request import GenerationOutput, GenerationRequest
+from dflash_core.tokenizer import load_tokenizer
 
 logger = logging.getLogger("ray.serve")
 
@@ -43,20 +46,26 @@ class RouterReplica:
         folder = resolve(args.target.model, revision=args.target.revision)
         target = load_target_config(folder)
         speculation = args.speculation
+        groups = speculation.pipeline_groups if speculation else 1
+        self.api_keys = load_api_keys(args.api_key_env, args.api_key_file)
+        self.cors_allow_origins = args.cors_allow_origins
         self.tokenizer = load_tokenizer(folder)
         self.model_name = args.served_model_name or args.target.model
         self.model_root = str(folder)
         self.max_model_len = args.max_model_len
         self.vocab_size = target.vocab_size
+        self.sampling_defaults = load_sampling_defaults(folder)
+        self.all_greedy = args.all_greedy
         self.fleet = Fleet(
             verifiers,
             drafters,
             verifier_spec,
             drafter_spec,
             draft_timeout=speculation.draft_timeout_s if speculation else 0.0,
-            groups=speculation.pipeline_groups if speculation else 1,
+            groups=groups,
         )
         self.coordinator = Coordinator(
+            serve.get_replica_context().replica_id.to_full_id_str(),
             self.fleet,
             verifiers,
             tokenizer=self.tokenizer,
@@ -65,10 +74,21 @@ class RouterReplica:
             slots_per_verifier=args.max_num_seqs,
             max_queued_requests=args.max_queued_requests,
         )
+        self.router_metrics = RouterMetrics(
+            self.coordinator,
+            model_name=self.model_name,
+            num_drafts=args.num_drafts,
+            groups=groups,
+        )
 
     def __serve_build_asgi_app__(self) -> FastAPI:
         # Serve's proxy returns X-Request-Id itself.
-        return create_api(self, echo_request_id=False)
+        return create_api(
+            self,
+            echo_request_id=False,
+            api_keys=self.api_keys,
+            cors_allow_origins=self.cors_allow_origins,
+        )
 
     def generate(self, request: GenerationRequest) -> AsyncGenerator[GenerationOutput, None]:
         return self.coordinator.generate(request)
@@ -79,9 +99,19 @@ class RouterReplica:
     async def stats(self) -> dict[str, Any]:
         return await self.coordinator.stats()
 
+    async def metrics(self) -> bytes:
+        return await self.router_metrics.text()
+
+    async def metrics_report(self) -> list[Snapshot]:
+        """Called by every Router that is being scraped, on all of them."""
+        return self.router_metrics.report()
+
     def __del__(self) -> None:
         if hasattr(self, "coordinator"):
-            logger.info("speculation of this Router: %s", self.coordinator.counters()["speculation"])
+            logger.info(
+                "speculation of this Router: %s", self.coordinator.counters()["speculation"]
+            )
+            self.router_metrics.close()
             self.fleet.close()
 
 

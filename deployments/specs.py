@@ -37,9 +37,15 @@ class ModelSpec:
 
 @dataclass(frozen=True)
 class VerifierSpec(ModelSpec):
-    """The target. `tapped_layers`: decoder layers whose output is a feature (none: baseline)."""
+    """The target.
+
+    Attributes:
+        tapped_layers: decoder layers whose output is a feature (none: baseline).
+        plan_bytes: size of the buffer for plans.
+    """
 
     tapped_layers: tuple[int, ...]
+    plan_bytes: int
 
 
 @dataclass(frozen=True)

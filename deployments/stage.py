@@ -39,11 +39,19 @@ class StageTimes:
         self.receive_seconds += received - span.ended
         self.feature_bytes += feature_bytes
 
+    def add(self, other: StageTimes) -> None:
+        """Add the sums of `other` to these."""
+        for name, value in asdict(other).items():
+            setattr(self, name, getattr(self, name) + value)
+
+    @property
+    def transfer_seconds(self) -> float:
+        return self.send_seconds + self.receive_seconds
+
     def as_dict(self) -> dict[str, Any]:
         """The sums, and milliseconds per step, ready for JSON."""
         steps = max(1, self.steps)
-        transfer = self.send_seconds + self.receive_seconds
         return asdict(self) | {
             "model_ms_per_step": 1e3 * self.model_seconds / steps,
-            "transfer_ms_per_step": 1e3 * transfer / steps,
+            "transfer_ms_per_step": 1e3 * self.transfer_seconds / steps,
         }

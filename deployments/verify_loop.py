@@ -8,18 +8,20 @@ import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import Future
+from dataclasses import replace
 
 import numpy as np
-from dflash_core import plans
-from dflash_core.messages import Features, VerifyResult
-from dflash_core.shapes import StaticShapes
-from dflash_core.statistics import AcceptanceStatistics
+
 from deployments.draft_loop import DraftLoop
 from deployments.errors import NotReady
 from deployments.graph import ModelGraph, WorkerLost
 from deployments.scheduler import Scheduler
 from deployments.stage import StageTimes
 from deployments.stream import Stream
+from dflash_core import plans
+from dflash_core.messages import Features, VerifyResult
+from dflash_core.shapes import StaticShapes
+from dflash_core.statistics import AcceptanceStatistics
 
 logger = logging.getLogger("ray.serve")
 
@@ -39,6 +41,11 @@ class VerifyLoop:
         scheduler: chooses each step's requests.
         draft_timeout: seconds that a request waits for its drafts before it goes on without.
         on_lost: called once, from this thread, when the Verifier is lost.
+
+    Attributes:
+        statistics: of all requests, those that run included.
+        stage: of all steps.
+        ended: whether both have their final values.
     """
 
     def __init__(
@@ -90,17 +97,17 @@ class VerifyLoop:
         """Go on without this drafter."""
         self._calls.put(lambda: self._detach(drafter))
 
-    def drafted(self, drafts: list[tuple[Stream, int, list[int]]]) -> None:
+    def drafted(self, drafter: DraftLoop, drafts: list[tuple[Stream, int, list[int]]]) -> None:
         """Take drafts: (stream, position of the token they follow, draft tokens)."""
-        self._calls.put(lambda: self._drafted(drafts))
+        self._calls.put(lambda: self._drafted(drafter, drafts))
 
-    def acceptance(self) -> AcceptanceStatistics:
-        """Statistics of the requests that are done and of those that run."""
-        total = AcceptanceStatistics()
-        total.add(self.statistics)
-        for stream in list(self.streams):
-            total.add(stream.sequence.statistics)
-        return total
+    def draft_failed(self, drafter: DraftLoop, streams: list[Stream]) -> None:
+        """Take note that a draft step failed: what it was to inject is missing."""
+        self._calls.put(lambda: self._draft_failed(drafter, streams))
+
+    @property
+    def ended(self) -> bool:
+        return not self._thread.is_alive()
 
     def close(self) -> None:
         """End the thread and the graph; requests that still run fail."""
@@ -158,7 +165,7 @@ class VerifyLoop:
         received = time.monotonic()
         if result.features is not None:
             # The one copy on this side: the original pins a slot of the channel.
-            result = VerifyResult(result.tokens, _owned(result.features), result.span)
+            result = replace(result, features=_owned(result.features))
         self.stage.record(
             span=result.span,
             began=began,
@@ -199,6 +206,7 @@ class VerifyLoop:
             return
         if self.drafter is not None:
             stream.sequence.attach_drafter(self._first_draft_slot + stream.sequence.slot)
+        stream.sequence.statistics.total = self.statistics
         self.streams.append(stream)
 
     def _remove(self, stream: Stream) -> None:
@@ -207,7 +215,6 @@ class VerifyLoop:
         stream.removed = True
         if stream in self.streams:
             self.streams.remove(stream)
-        self.statistics.add(stream.sequence.statistics)
 
     def _attach(self, drafter: DraftLoop, first_slot: int) -> None:
         self.drafter, self._first_draft_slot = drafter, first_slot
@@ -223,7 +230,9 @@ class VerifyLoop:
             stream.drafting = False
             stream.sequence.detach_drafter()
 
-    def _drafted(self, drafts: list[tuple[Stream, int, list[int]]]) -> None:
+    def _drafted(self, drafter: DraftLoop, drafts: list[tuple[Stream, int, list[int]]]) -> None:
+        if drafter is not self.drafter:
+            return  # the answer of one that has been replaced
         late = []
         for stream, start, tokens in drafts:
             stream.drafting = False
@@ -231,6 +240,15 @@ class VerifyLoop:
                 late.append(stream)
         # A request that went on without waiting asks again, for where it is now.
         self._request_drafts(late)
+
+    def _draft_failed(self, drafter: DraftLoop, streams: list[Stream]) -> None:
+        if drafter is not self.drafter:
+            return
+        for stream in streams:
+            stream.drafting = False
+            if not stream.removed:
+                # The drafter's context has a hole: it starts anew with what comes next.
+                stream.sequence.attach_drafter(self._first_draft_slot + stream.sequence.slot)
 
     def _fail(self, streams: list[Stream], reason: str) -> None:
         for stream in streams:

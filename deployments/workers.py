@@ -11,12 +11,12 @@ import ray
 import torch
 from ray.dag import DAGContext
 
+from deployments.specs import DrafterSpec, ModelSpec, VerifierSpec
 from dflash_core.checkpoint import resolve
 from dflash_core.messages import DraftPlan, DraftResult, VerifyPlan, VerifyResult
 from dflash_core.parallel import TensorParallel
 from dflash_core.runtime import DTYPES, join_group, open_store
 from dflash_core.target_runner import TargetRunner
-from deployments.specs import DrafterSpec, ModelSpec, VerifierSpec
 
 # One compiled graph keeps one thread of this group busy, so this is the number of Routers that
 # can drive a worker at the same time. Only the class decorator accepts it.
@@ -35,7 +35,7 @@ class Rank:
         self.store = open_store() if rank == 0 and spec.tensor_parallel_size > 1 else None
         # Only rank 0 sends features or receives them alone; a large buffer costs shared memory.
         DAGContext.get_current().buffer_size_bytes = spec.channel_bytes if rank == 0 else 1 << 20
-        # Graphs of several Routers run in threads of their own; the caches have one owner at a time.
+        # Graphs of several Routers run in threads of their own; the caches have one owner then.
         self.lock = threading.Lock()
 
     def store_port(self) -> int:

@@ -1,1 +1,1 @@
-"""DFlash block-diffusion speculative decoding: models, checkpoints, decoding. Independent of Ray."""
+"""DFlash block-diffusion speculative decoding: models, checkpoints, decoding. No Ray."""

@@ -20,6 +20,7 @@ import torch
 from dflash_core import gguf, hub, package
 from dflash_core.config import DrafterConfig, TargetConfig, drafter_config, target_config
 from dflash_core.errors import CheckpointError, ConfigError
+from dflash_core.sampling import InvalidSampling, sampling_defaults
 
 __all__ = [
     "Checkpoint",
@@ -174,6 +175,20 @@ def load_target_config(folder: str | Path) -> TargetConfig:
         if eos is not None:
             raw = raw | {"eos_token_id": eos}
     return _in_folder(folder, target_config, raw)
+
+
+def load_sampling_defaults(folder: str | Path) -> dict[str, float]:
+    """The sampling parameters in generation_config.json, none without that file.
+
+    Raises CheckpointError, ConfigError.
+    """
+    generation = Path(folder) / "generation_config.json"
+    if not generation.is_file():
+        return {}
+    try:
+        return sampling_defaults(read_json(generation))
+    except InvalidSampling as error:
+        raise ConfigError(f"{generation}: {error}") from error
 
 
 def load_drafter_config(folder: str | Path) -> DrafterConfig:

@@ -126,7 +126,7 @@ def drafter_config(raw: Mapping[str, Any]) -> DrafterConfig:
         raise ConfigError(
             f"config.json: speculators_model_type is {raw.get('speculators_model_type')!r}: the "
             "speculators format is not supported; use the z-lab release of the drafter, or export "
-            "it to that format (architectures [\"DFlashDraftModel\"], full vocabulary)"
+            'it to that format (architectures ["DFlashDraftModel"], full vocabulary)'
         )
     _refuse_quantised(fields)
     _require_architecture(raw, "DFlashDraftModel", "drafter")

@@ -73,9 +73,7 @@ class Detokenizer:
 
     def _has_text(self, token_id: int) -> bool:
         # Special tokens are skipped; ids of padding rows in the model's vocabulary are no tokens.
-        return (
-            token_id not in self._skipped and self._tokenizer.id_to_token(token_id) is not None
-        )
+        return token_id not in self._skipped and self._tokenizer.id_to_token(token_id) is not None
 
     def _decode(self, token_ids: list[int]) -> str:
         return self._tokenizer.decode(token_ids, skip_special_tokens=True)

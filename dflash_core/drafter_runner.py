@@ -111,9 +111,7 @@ class DrafterRunner:
             features = Features(data, rows, width, str(self.dtype).removeprefix("torch."))
             self.draft(scratch_draft_plan(self.shapes, max(1, batch), features))
 
-    def _inject(
-        self, features: Features, row_slots: np.ndarray, row_positions: np.ndarray
-    ) -> None:
+    def _inject(self, features: Features, row_slots: np.ndarray, row_positions: np.ndarray) -> None:
         if features.width != self.model.fc.in_features or features.dtype != str(
             self.dtype
         ).removeprefix("torch."):

@@ -33,13 +33,13 @@ def generate(
     prompts: list[list[int]],
     make_stopping: Callable[[list[int]], Stopping],
 ) -> list[Generation]:
-    """Greedy generation for any number of prompts, batched over the target's slots.
+    """Generation for any number of prompts, batched over the target's slots.
 
     Args:
         target: the verifier.
         drafter: None for the plain baseline.
         prompts: token ids, each shorter than `max_model_len`.
-        make_stopping: where the output of a prompt ends.
+        make_stopping: the request of a prompt: its sampling parameters and where its output ends.
 
     Returns:
         One Generation per prompt, in order.
@@ -65,9 +65,7 @@ def generate(
         prefilling = [i for i, sequence in running.items() if sequence.prefilling]
         step = prefilling[:1] or list(running)
         sequences = [running[i] for i in step]
-        plan, blocks = plans.verify_plan(
-            sequences, shapes, with_features=drafter is not None
-        )
+        plan, blocks = plans.verify_plan(sequences, shapes, with_features=drafter is not None)
         outputs = plans.commit(sequences, blocks, target.verify(plan))
         for i, output in zip(step, outputs, strict=True):
             if output is not None:
@@ -93,7 +91,9 @@ def draft(drafter: DrafterRunner, sequences: list[Sequence]) -> None:
     if not jobs:
         return
     steps = plans.draft_plans(
-        [job for _, job in jobs], num_drafts=drafter.shapes.num_drafts, max_rows=drafter.shapes.max_draft_rows
+        [job for _, job in jobs],
+        num_drafts=drafter.shapes.num_drafts,
+        max_rows=drafter.shapes.max_draft_rows,
     )
     for plan in steps:
         result = drafter.draft(plan)

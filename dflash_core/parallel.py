@@ -128,9 +128,7 @@ class VocabParallelEmbedding(nn.Module):
         super().__init__()
         self.tp = tp
         self.shard = split(vocab_size, tp, "vocab_size")
-        self.weight = sharded(
-            nn.Parameter(torch.empty(self.shard.length, hidden_size)), self.shard
-        )
+        self.weight = sharded(nn.Parameter(torch.empty(self.shard.length, hidden_size)), self.shard)
 
     def forward(self, tokens_BL: Tensor) -> Tensor:
         """`[B, L]` int -> `[B, L, H]`, equal on every rank."""
@@ -161,3 +159,10 @@ def parallel_argmax(logits_BLVr: Tensor, tp: TensorParallel) -> Tensor:
     values_RBL, indices_RBL = tp.all_gather(value_BL), tp.all_gather(index_BL)
     winner_1BL = values_RBL.argmax(dim=0, keepdim=True)
     return indices_RBL.gather(0, winner_1BL)[0]
+
+
+def gather_vocabulary(logits_BLVr: Tensor, tp: TensorParallel) -> Tensor:
+    """The logits of all ranks, `[B, L, Vr]` -> `[B, L, V]`, equal on every rank."""
+    if tp.size == 1:
+        return logits_BLVr
+    return tp.all_gather(logits_BLVr).movedim(0, -2).flatten(-2)

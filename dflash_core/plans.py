@@ -6,6 +6,7 @@ import numpy as np
 
 from dflash_core.messages import DraftPlan, Features, VerifyPlan, VerifyResult
 from dflash_core.request import GenerationOutput
+from dflash_core.sampling_plan import sampling_plan
 from dflash_core.sequence import ContextPiece, DraftJob, Sequence
 from dflash_core.shapes import StaticShapes, bucket
 
@@ -21,7 +22,9 @@ def verify_plan(
     """
     prefill = sequences[0].prefilling
     assert all(sequence.prefilling == prefill for sequence in sequences)
-    blocks = [sequence.next_block(shapes.num_drafts, shapes.prefill_chunk) for sequence in sequences]
+    blocks = [
+        sequence.next_block(shapes.num_drafts, shapes.prefill_chunk) for sequence in sequences
+    ]
     lengths = np.array([len(block) for block in blocks], dtype=np.int32)
     if prefill:
         width = bucket(shapes.prefill_buckets, int(lengths.max()))
@@ -37,6 +40,7 @@ def verify_plan(
         lengths=lengths,
         prefill=prefill,
         with_features=with_features,
+        sampling=sampling_plan(sequences, blocks, 1 if prefill else width),
     )
     return plan, blocks
 
@@ -46,10 +50,13 @@ def commit(
 ) -> list[GenerationOutput | None]:
     """Give every sequence its part of a verify result; what `Sequence.commit` returned for each."""
     outputs, row = [], 0
-    for sequence, block, emitted in zip(sequences, blocks, result.tokens, strict=True):
+    logprobs = result.logprobs or [None] * len(sequences)
+    for sequence, block, emitted, asked in zip(
+        sequences, blocks, result.tokens, logprobs, strict=True
+    ):
         rows = len(block) if sequence.prefilling else len(emitted)
         features = result.features.slice(row, row + rows) if result.features else None
-        outputs.append(sequence.commit(block, emitted, features))
+        outputs.append(sequence.commit(block, emitted, features, asked))
         row += rows
     return outputs
 

@@ -53,9 +53,7 @@ def write_random_drafter(
     folder = Path(out)
     folder.mkdir(parents=True, exist_ok=True)
     generator = torch.Generator().manual_seed(seed)
-    weights = {
-        name: _random(shape, generator) for name, shape in weight_shapes(config).items()
-    }
+    weights = {name: _random(shape, generator) for name, shape in weight_shapes(config).items()}
     save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
     (folder / "config.json").write_text(json.dumps(raw, indent=2) + "\n", encoding="utf-8")
     return folder

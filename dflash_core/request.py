@@ -5,12 +5,14 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from dflash_core.sampling import GREEDY, InvalidSampling, SamplingParams
+
 FinishReason = Literal["stop", "length"]
 
 
 @dataclass(frozen=True)
 class GenerationRequest:
-    """A prompt to continue, greedily, until something stops it.
+    """A prompt to continue until something stops it.
 
     Attributes:
         request_id: unique among the requests in flight.
@@ -19,6 +21,7 @@ class GenerationRequest:
         stop: strings that end the text, not part of it.
         stop_token_ids: ids that end the output, besides the model's own EOS ids.
         ignore_eos: go on after an EOS id (but not after one named in `stop_token_ids`).
+        sampling: how each token is chosen; greedily unless it says otherwise.
 
     Raises:
         ValueError: a field that no engine could serve, by name and value.
@@ -30,6 +33,7 @@ class GenerationRequest:
     stop: tuple[str, ...] = ()
     stop_token_ids: tuple[int, ...] = ()
     ignore_eos: bool = False
+    sampling: SamplingParams = GREEDY
 
     def __post_init__(self) -> None:
         if not self.request_id:
@@ -44,6 +48,24 @@ class GenerationRequest:
             raise ValueError(f"stop is the string {self.stop!r}: pass a tuple of strings")
         if "" in self.stop:
             raise ValueError("stop contains an empty string: it would end every output at once")
+        if self.sampling.min_tokens > self.max_tokens:
+            raise InvalidSampling(
+                "min_tokens",
+                f"is {self.sampling.min_tokens}: it must be at most max_tokens = {self.max_tokens}",
+            )
+
+
+@dataclass(frozen=True)
+class TokenLogprobs:
+    """Log probabilities at the position of one token, of the target's raw logits.
+
+    Attributes:
+        logprob: of the token itself.
+        top: the most likely tokens, (id, log probability), the most likely first; as many as asked.
+    """
+
+    logprob: float
+    top: tuple[tuple[int, float], ...]
 
 
 @dataclass(frozen=True)
@@ -57,6 +79,7 @@ class GenerationOutput:
         finish_reason: None until the last output; "stop" for EOS, stop id or stop string.
         stop_reason: the stop string or stop id that ended it; None for EOS and for "length".
         statistics: of the whole request, on the last output, where the engine keeps any.
+        logprobs: one entry per id of `token_ids`; None where the request did not ask.
     """
 
     token_ids: list[int]
@@ -64,3 +87,4 @@ class GenerationOutput:
     finish_reason: FinishReason | None = None
     stop_reason: str | int | None = None
     statistics: dict[str, Any] | None = None
+    logprobs: list[TokenLogprobs] | None = None

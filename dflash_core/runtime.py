@@ -25,9 +25,7 @@ def join_group(device: str, rank: int, size: int, store_port: int) -> TensorPara
     if size == 1:
         return SINGLE
     store = dist.TCPStore("127.0.0.1", store_port, is_master=False, wait_for_workers=False)
-    dist.init_process_group(
-        process_group_backend(device), store=store, rank=rank, world_size=size
-    )
+    dist.init_process_group(process_group_backend(device), store=store, rank=rank, world_size=size)
     return TensorParallel(rank, size, dist.group.WORLD)
 
 

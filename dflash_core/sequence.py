@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from dflash_core.messages import Features
-from dflash_core.request import GenerationOutput
+from dflash_core.request import GenerationOutput, TokenLogprobs
 from dflash_core.statistics import AcceptanceStatistics
 from dflash_core.stopping import Stopping
 
@@ -45,7 +45,9 @@ class Sequence:
     Args:
         prompt: token ids.
         slot: in the target's cache.
-        stopping: decides, on accepted tokens, where the output ends.
+        stopping: decides, on accepted tokens, where the output ends; of its request are also the
+            sampling parameters and the prompt proper, which may be shorter than `prompt` where
+            output of before is computed again.
         max_model_len: no position at or beyond it is ever written.
     """
 
@@ -63,6 +65,8 @@ class Sequence:
         self.context_start = 0
         self.statistics = AcceptanceStatistics()
         self.finished = False
+        self.prompt = stopping.request.prompt_token_ids
+        self.sampling = stopping.request.sampling
         self._context: list[ContextPiece] = []
 
     @property
@@ -73,6 +77,11 @@ class Sequence:
     def position(self) -> int:
         """Position of the newest token."""
         return len(self.tokens) - 1
+
+    @property
+    def num_output_tokens(self) -> int:
+        """Tokens generated so far."""
+        return len(self.tokens) - len(self.prompt)
 
     @property
     def draft_room(self) -> int:
@@ -102,7 +111,11 @@ class Sequence:
         return [self.tokens[-1], *self.drafts[: min(num_drafts, self.draft_room)]]
 
     def commit(
-        self, block: list[int], emitted: list[int], features: Features | None
+        self,
+        block: list[int],
+        emitted: list[int],
+        features: Features | None,
+        logprobs: list[TokenLogprobs] | None = None,
     ) -> GenerationOutput | None:
         """Take in the result of a verify step over `block`.
 
@@ -110,6 +123,7 @@ class Sequence:
             block: what `next_block` returned.
             emitted: accepted drafts and one more token.
             features: of the committed positions, or None without a drafter.
+            logprobs: one entry per emitted token, if the request asked for them.
 
         Returns:
             What the client gets, or None (a piece of the prompt that was not the last).
@@ -123,6 +137,8 @@ class Sequence:
             return None
         self.drafts = []
         output = self.stopping.append(emitted)
+        if logprobs is not None:
+            output = replace(output, logprobs=logprobs[: len(output.token_ids)])
         self.tokens.extend(output.token_ids)
         self.finished = output.finish_reason is not None
         if decoding:

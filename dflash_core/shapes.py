@@ -52,7 +52,7 @@ class StaticShapes:
 
     @property
     def prefill_buckets(self) -> tuple[int, ...]:
-        """Lengths of a piece of prompt, ascending: a short prompt is not padded to a whole chunk."""
+        """Lengths of a piece of prompt, ascending: a short prompt is not padded to a chunk."""
         return doublings(min(MIN_PREFILL, self.prefill_chunk), self.prefill_chunk)
 
     @property

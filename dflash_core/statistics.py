@@ -17,6 +17,8 @@ class AcceptanceStatistics:
         accepted_per_position: how often draft i of a block was accepted.
         num_steps: decode steps, with or without drafts.
         num_tokens: tokens emitted by decode steps.
+        total: whatever is recorded here is recorded there too, e.g. for all sequences of a
+            replica: sums that never decrease, however sequences come and go.
     """
 
     num_drafts: int = 0
@@ -25,10 +27,13 @@ class AcceptanceStatistics:
     accepted_per_position: list[int] = field(default_factory=list)
     num_steps: int = 0
     num_tokens: int = 0
+    total: AcceptanceStatistics | None = field(default=None, compare=False, repr=False)
 
     def record(self, *, proposed: int, accepted: int, emitted: int) -> None:
         """Count one decode step of one sequence."""
         assert 0 <= accepted <= proposed
+        if self.total is not None:
+            self.total.record(proposed=proposed, accepted=accepted, emitted=emitted)
         self.num_steps += 1
         self.num_tokens += emitted
         if not proposed:

@@ -19,7 +19,9 @@ class Stopping:
     After each token, in this order: EOS or stop id, stop string, `max_tokens`, context length
     (prompt + output <= `max_model_len`). As in vLLM, the id of a stop token is kept and counted but
     adds no text; a stop string is cut from the text, while the ids up to the one that completed it
-    are kept. Of several stop strings the one that is complete first wins.
+    are kept. Of several stop strings the one that is complete first wins. Before `min_tokens` no
+    stop string counts, not even one that a later token leaves behind it; ids that would end the
+    output are kept out by the sampler until then.
 
     Args:
         tokenizer: as for `Detokenizer`.
@@ -42,6 +44,7 @@ class Stopping:
                 f"the prompt has {len(request.prompt_token_ids)} tokens and max_model_len is "
                 f"{max_model_len}: there is no room for output"
             )
+        self.request = request
         self._detokenizer = Detokenizer(tokenizer)
         self._eos_token_ids = frozenset(() if request.ignore_eos else eos_token_ids)
         self._stop_token_ids = frozenset(request.stop_token_ids)
@@ -50,6 +53,11 @@ class Stopping:
         self._held_back = ""  # text that may be the beginning of a stop string
         self._num_tokens = 0
         self._finish_reason: FinishReason | None = None
+
+    @property
+    def ending_token_ids(self) -> frozenset[int]:
+        """Ids after which nothing follows."""
+        return self._eos_token_ids | self._stop_token_ids
 
     @property
     def num_tokens(self) -> int:
@@ -111,7 +119,13 @@ class Stopping:
     def _cut(self, output: GenerationOutput) -> tuple[str, str | None]:
         """Text that may go out, and the stop string that ended it, if one did."""
         text = self._held_back + output.text
-        found = [(text.find(stop), stop) for stop in self._stop if stop in text]
+        found = []
+        if self._num_tokens > self.request.sampling.min_tokens:
+            # A match ends in new text: what is held back may contain one that came too early.
+            for stop in self._stop:
+                start = text.find(stop, max(0, len(self._held_back) - len(stop) + 1))
+                if start >= 0:
+                    found.append((start, stop))
         if found:
             start, stop = min(found, key=lambda match: (match[0] + len(match[1]), match[0]))
             return text[:start], stop

@@ -8,16 +8,22 @@ from pathlib import Path
 import numpy as np
 import torch
 
+from dflash_core import sampler
 from dflash_core.checkpoint import Checkpoint, load_target_config
 from dflash_core.config import TargetConfig
 from dflash_core.kv_cache import KVCache
 from dflash_core.loading import build
 from dflash_core.messages import Features, Span, VerifyPlan, VerifyResult
-from dflash_core.parallel import SINGLE, TensorParallel, parallel_argmax
+from dflash_core.parallel import (
+    SINGLE,
+    TensorParallel,
+    gather_vocabulary,
+    parallel_argmax,
+)
 from dflash_core.plans import scratch_verify_plan
 from dflash_core.shapes import StaticShapes, bucket
 from dflash_core.target import LlamaTarget
-from dflash_core.verify import accept_greedy
+from dflash_core.verify import accept
 
 
 class TargetRunner:
@@ -96,18 +102,30 @@ class TargetRunner:
             last_B = lengths_B.long() - 1
             rows_B = torch.arange(len(last_B), device=self.device)
             hidden_BLH = hidden_BLH[rows_B, last_B][:, None]
-        argmax_BL = parallel_argmax(self.model.logits(hidden_BLH), self.model.tp)
+        logits_BLV = self.model.logits(hidden_BLH)
+        if plan.sampling is None:
+            chosen_BL = parallel_argmax(logits_BLV, self.model.tp)
+        else:
+            logits_BLV = gather_vocabulary(logits_BLV, self.model.tp)
+            inputs = sampler.sampler_inputs(
+                plan.sampling, len(logits_BLV), self.config.vocab_size, self.device
+            )
+            drafts_BK = tokens_BL[:, 1 : logits_BLV.shape[1]]
+            chosen_BL = sampler.choose(logits_BLV, drafts_BK, inputs)
         if plan.prefill:
             emitted = [1] * sequences
             committed = plan.lengths.tolist()
         else:
-            accepted_B = accept_greedy(tokens_BL, lengths_B, argmax_BL)
+            accepted_B = accept(tokens_BL, lengths_B, chosen_BL)
             emitted = (accepted_B[:sequences] + 1).tolist()
             committed = emitted
-        argmax = argmax_BL[:sequences].tolist()
-        tokens = [row[:count] for row, count in zip(argmax, emitted, strict=True)]
+        chosen = chosen_BL[:sequences].tolist()
+        tokens = [row[:count] for row, count in zip(chosen, emitted, strict=True)]
+        logprobs = None
+        if plan.sampling is not None and plan.sampling.num_logprobs.max() >= 0:
+            logprobs = sampler.logprobs(logits_BLV[:sequences], tokens, plan.sampling.num_logprobs)
         features = self._pack(features_BLF, committed) if plan.with_features else None
-        return VerifyResult(tokens, features, Span(began, time.monotonic()))
+        return VerifyResult(tokens, features, Span(began, time.monotonic()), logprobs)
 
     def warm_up(self) -> None:
         """Run every shape once on the scratch slot."""

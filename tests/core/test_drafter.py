@@ -163,6 +163,8 @@ def test_features_of_another_width_or_dtype_are_refused(tmp_path: Path) -> None:
     data = np.zeros(HIDDEN * 4, dtype=np.uint8)
     one = np.zeros(1, dtype=np.int32)
     empty = np.zeros(0, dtype=np.int32)
-    narrow = DraftPlan(Features(data, 1, HIDDEN, "float32"), one, one, empty, empty, empty, empty, 5)
+    narrow = DraftPlan(
+        Features(data, 1, HIDDEN, "float32"), one, one, empty, empty, empty, empty, 5
+    )
     with pytest.raises(ValueError, match=f"takes width {WIDTH} and torch.float32"):
         pair.runner.draft(narrow)

@@ -81,12 +81,13 @@ def test_the_baseline_equals_transformers(
 
 
 def test_a_random_drafter_changes_nothing(
-    folder: Path, target: TargetRunner, prompts: list[list[int]], baseline: list[Generation],
+    folder: Path,
+    target: TargetRunner,
+    prompts: list[list[int]],
+    baseline: list[Generation],
     tokenizer: object,
 ) -> None:
-    drafter = DrafterRunner.load(
-        folder / "drafter", folder / "target", SHAPES, dtype=torch.float32
-    )
+    drafter = DrafterRunner.load(folder / "drafter", folder / "target", SHAPES, dtype=torch.float32)
     speculative = generate(target, drafter, prompts, stopping(tokenizer))
     assert ids(speculative) == ids(baseline)
     assert sum(g.statistics.num_draft_tokens for g in speculative) > 50
@@ -127,9 +128,7 @@ def test_a_stop_token_inside_a_block_ends_output_and_counts_there(
     stop = expected[9]
     end = expected.index(stop) + 1
     drafter = replay([prompt], [baseline[4]])
-    [generation] = generate(
-        target, drafter, [prompt], stopping(tokenizer, stop_token_ids=(stop,))
-    )
+    [generation] = generate(target, drafter, [prompt], stopping(tokenizer, stop_token_ids=(stop,)))
     assert generation.token_ids == expected[:end]
     assert generation.finish_reason == "stop"
     assert generation.statistics.num_tokens == end - 1

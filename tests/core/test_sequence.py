@@ -215,7 +215,9 @@ class TestDrafter:
         job = sequence.take_draft_job()
         assert job is not None and (job.token, job.start) == (52, 8)
         assert [positions(piece) for piece in job.context] == [
-            range(5, 6), range(6, 7), range(7, 8)
+            range(5, 6),
+            range(6, 7),
+            range(7, 8),
         ]
         again = sequence.take_draft_job()
         assert again is not None and again.context == ()
@@ -309,7 +311,9 @@ class TestVerifyPlan:
         assert [output.token_ids for output in outputs if output] == result.tokens
         jobs = [sequence.take_draft_job() for sequence in sequences]
         assert [values(job.context[0].features) for job in jobs if job] == [
-            [100, 101, 102], [200], [300, 301]
+            [100, 101, 102],
+            [200],
+            [300, 301],
         ]
         assert [(job.token, job.start) for job in jobs if job] == [(60, 8), (70, 6), (80, 7)]
 
@@ -372,9 +376,7 @@ class TestDraftPlans:
                 strict=True,
             )
         ]
-        assert rows == [
-            *((2, p, p) for p in range(5)), *((0, p, p) for p in (8, 9, 10)), (1, 6, 6)
-        ]
+        assert rows == [*((2, p, p) for p in range(5)), *((0, p, p) for p in (8, 9, 10)), (1, 6, 6)]
 
     @pytest.mark.parametrize("max_rows", [1, 4, 9])
     def test_drafts_are_asked_for_once_when_all_is_injected(self, max_rows: int) -> None:

@@ -8,6 +8,7 @@ import pytest
 from transformers import AutoTokenizer
 
 from dflash_core.request import GenerationRequest
+from dflash_core.sampling import SamplingParams
 from dflash_core.stopping import Stopping
 
 EOS = 2
@@ -170,6 +171,37 @@ class TestStrings:
         kept, text, last = run(stopping(stop=("🦖",)), [[i] for i in token_ids])
         assert (text, last.stop_reason) == ("ok ", "🦖")
         assert tokenizer.decode(kept) == "ok 🦖"
+
+
+class TestMinTokens:
+    """Stop strings do not count in the first `min_tokens` tokens; ids the sampler keeps out."""
+
+    def blocks(self, stopping, tokenizer, text, min_tokens, stop, size):
+        sampling = SamplingParams(min_tokens=min_tokens)
+        token_ids = tokenizer.encode(text)
+        blocks = [token_ids[i : i + size] for i in range(0, len(token_ids), size)]
+        return run(stopping(stop=stop, sampling=sampling), blocks)
+
+    @pytest.mark.parametrize("size", [1, 3, 10])
+    def test_a_stop_string_within_them_does_not_stop(self, stopping, tokenizer, size):
+        text = "one two three two one two three"
+        kept, shown, last = self.blocks(stopping, tokenizer, text, 3, (" two",), size)
+        assert (len(kept), shown, last.stop_reason) == (4, "one two three", " two")
+
+    @pytest.mark.parametrize("size", [1, 3, 10])
+    def test_one_that_ends_after_them_does(self, stopping, tokenizer, size):
+        text = "one two three four"
+        kept, shown, last = self.blocks(stopping, tokenizer, text, 2, (" two three",), size)
+        assert (len(kept), shown, last.finish_reason) == (3, "one", "stop")
+
+    @pytest.mark.parametrize("size", [1, 3, 10])
+    def test_one_that_is_held_back_for_another_is_still_too_early(self, stopping, tokenizer, size):
+        """ " two" ends in time to be ignored, while it may be the beginning of the longer one."""
+        text = "one two three four"
+        stop = (" two", "one two four")
+        kept, shown, last = self.blocks(stopping, tokenizer, text, 2, stop, size)
+        assert (len(kept), last.finish_reason) == (4, None)
+        assert text.startswith(shown)
 
 
 @pytest.mark.parametrize("seed", range(40))

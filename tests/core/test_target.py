@@ -24,9 +24,7 @@ LLAMA3 = {
 VARIANTS = {
     "grouped-query, tied head": {"num_key_value_heads": 2, "tie_word_embeddings": True},
     "llama3 rope": {"rope_parameters": LLAMA3},
-    "linear rope": {
-        "rope_parameters": {"rope_type": "linear", "rope_theta": 1e4, "factor": 2.0}
-    },
+    "linear rope": {"rope_parameters": {"rope_type": "linear", "rope_theta": 1e4, "factor": 2.0}},
     "biases": {"attention_bias": True, "mlp_bias": True},
     "wide heads": {"head_dim": 32, "num_key_value_heads": 1},
 }
@@ -89,7 +87,9 @@ def test_logits_equal_transformers_in_any_division_into_steps(variant: str, tmp_
             [begin, begin + 3],
         )
         torch.testing.assert_close(logits[0], expected[0, begin:end], atol=2e-4, rtol=1e-4)
-        torch.testing.assert_close(logits[1], expected[1, begin + 3 : end + 3], atol=2e-4, rtol=1e-4)
+        torch.testing.assert_close(
+            logits[1], expected[1, begin + 3 : end + 3], atol=2e-4, rtol=1e-4
+        )
 
 
 def test_bfloat16_logits_are_within_its_rounding(tmp_path: Path) -> None:

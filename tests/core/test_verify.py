@@ -5,11 +5,11 @@ from __future__ import annotations
 import pytest
 import torch
 
-from dflash_core.verify import accept_greedy
+from dflash_core.verify import accept
 
 
 def accepted(tokens: list[list[int]], lengths: list[int], argmax: list[list[int]]) -> list[int]:
-    return accept_greedy(
+    return accept(
         torch.tensor(tokens, dtype=torch.int32),
         torch.tensor(lengths, dtype=torch.int32),
         torch.tensor(argmax, dtype=torch.int32),

@@ -58,7 +58,9 @@ class Application:
 
                 async def one(prompt: list[int]) -> list[int]:
                     async with slots:
-                        answer = await client.post("/v1/completions", json=body | {"prompt": prompt})
+                        answer = await client.post(
+                            "/v1/completions", json=body | {"prompt": prompt}
+                        )
                     return answer.raise_for_status().json()["choices"][0]["token_ids"]
 
                 return await asyncio.gather(*map(one, prompts))

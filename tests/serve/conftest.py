@@ -6,6 +6,7 @@ import os
 import socket
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -13,6 +14,8 @@ os.environ.setdefault("RAY_worker_niceness", "0")  # Ray's default of 15 makes t
 
 import ray
 from ray import serve
+
+from tests.serve.tiny_pair import Tiny
 
 ROOT = Path(__file__).parents[2]
 
@@ -37,3 +40,8 @@ def http_port() -> Iterator[int]:
     yield port
     serve.shutdown()
     ray.shutdown()
+
+
+@pytest.fixture(scope="session")
+def tiny(tmp_path_factory: pytest.TempPathFactory, packaged_target: Path, tokenizer: Any) -> Tiny:
+    return Tiny(tmp_path_factory.mktemp("tiny"), packaged_target, tokenizer)

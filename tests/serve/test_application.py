@@ -11,73 +11,16 @@ import socket
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
-import torch
 
-from dflash_core.engine import generate
-from dflash_core.request import GenerationRequest
-from dflash_core.shapes import StaticShapes
-from dflash_core.stopping import Stopping
-from dflash_core.target_runner import TargetRunner
 from tests.drafters import RECORD_FILE, REPLAY_FILE, SLOW_SECONDS
 from tests.serve.application import Application, application, idle
-from tests.tiny import write_drafter, write_target
+from tests.serve.tiny_pair import MAX_MODEL_LEN, K, Tiny, prompt_of
 
-K = 5
-MAX_MODEL_LEN = 512
 LONG = list(range(100, 160))  # longer than any prefill chunk below but the last
-
-
-class Tiny:
-    """A pair of checkpoints, and the in-process engine as the oracle of its target."""
-
-    def __init__(self, folder: Path, packaged_target: Path, tokenizer: Any) -> None:
-        self.tokenizer = tokenizer
-        self.target = write_target(
-            folder / "target", tokenizer_from=packaged_target, vocab_size=49152
-        )
-        self.drafter = write_drafter(folder / "drafter", self.target, block_size=K + 1)
-        shapes = StaticShapes.create(
-            num_slots=1, max_model_len=MAX_MODEL_LEN, num_drafts=0, prefill_chunk=512
-        )
-        self.oracle = TargetRunner.load(self.target, shapes, dtype=torch.float32)
-
-    def continuation(self, prompt: list[int], max_tokens: int) -> list[int]:
-        """What the target alone says, with no token that ends it."""
-
-        def stopping(ids: list[int]) -> Stopping:
-            request = GenerationRequest("oracle", ids, max_tokens)
-            return Stopping(
-                self.tokenizer, request, eos_token_ids=(), max_model_len=MAX_MODEL_LEN
-            )
-
-        return generate(self.oracle, None, [prompt], stopping)[0].token_ids
-
-    def args(self, **speculation: Any) -> dict[str, Any]:
-        return {
-            "target": {"model": str(self.target)},
-            "speculation": {
-                "drafter": str(self.drafter),
-                "num_speculative_tokens": K,
-                "draft_timeout_s": 30,
-            }
-            | speculation,
-            "served_model_name": "tiny",
-            "dtype": "float32",
-            "max_num_seqs": 4,
-            "max_model_len": MAX_MODEL_LEN,
-        }
-
-
-@pytest.fixture(scope="module")
-def tiny(
-    tmp_path_factory: pytest.TempPathFactory, packaged_target: Path, tokenizer: Any
-) -> Tiny:
-    return Tiny(tmp_path_factory.mktemp("tiny"), packaged_target, tokenizer)
 
 
 @pytest.fixture(scope="module")
@@ -112,10 +55,6 @@ def replayed(http_port: int, tiny: Tiny) -> Iterator[tuple[Application, dict[int
     args["target"] = {"model": str(target)}
     with application("replayed", http_port, args) as app:
         yield app, said
-
-
-def prompt_of(length: int) -> list[int]:
-    return list(range(200, 200 + length))
 
 
 # Where an output ends, inside an accepted block.
@@ -189,9 +128,7 @@ def test_the_context_limit_inside_an_accepted_block(replayed: tuple[Application,
 def test_a_stream_says_what_the_whole_answer_says(replayed: tuple[Application, dict]) -> None:
     app, _ = replayed
     whole = app.completion(prompt_of(11), max_tokens=20)
-    chunks = list(
-        app.stream(prompt_of(11), max_tokens=20, stream_options={"include_usage": True})
-    )
+    chunks = list(app.stream(prompt_of(11), max_tokens=20, stream_options={"include_usage": True}))
     assert "".join(c["choices"][0]["text"] for c in chunks[:-1]) == whole["choices"][0]["text"]
     assert chunks[-2]["choices"][0]["finish_reason"] == "length"
     assert chunks[-1]["choices"] == [] and chunks[-1]["usage"] == whole["usage"]
@@ -201,7 +138,7 @@ def test_a_stream_says_what_the_whole_answer_says(replayed: tuple[Application, d
 
 def test_chat_and_completion_agree(app: Application, tiny: Tiny) -> None:
     messages = [{"role": "user", "content": "Hello!"}]
-    body = {"messages": messages, "max_tokens": 12, "return_token_ids": True}
+    body = {"messages": messages, "max_tokens": 12, "temperature": 0, "return_token_ids": True}
     answer = app.http.post("/v1/chat/completions", json=body).raise_for_status().json()
     prompt = tiny.tokenizer.apply_chat_template(
         messages, add_generation_prompt=True, return_dict=False
@@ -237,9 +174,7 @@ def test_prompts_longer_than_a_chunk_get_the_same_drafts(
     http_port: int, tiny: Tiny, app: Application
 ) -> None:
     args = tiny.args(runner="tests.drafters:RecordingDrafter") | {"prefill_chunk_size": 16}
-    whole_record, chunked_record = (
-        tiny.drafter / RECORD_FILE.format(chunk) for chunk in (256, 16)
-    )
+    whole_record, chunked_record = (tiny.drafter / RECORD_FILE.format(chunk) for chunk in (256, 16))
     whole_record.unlink(missing_ok=True)
     tokens = app.token_ids(LONG, max_tokens=20)
     with application("chunked", http_port, args) as chunked:
@@ -342,20 +277,18 @@ BAD_COMPLETIONS: dict[str, Any] = {
     "negative max_tokens": {"prompt": "x", "max_tokens": -1},
     "zero max_tokens": {"prompt": "x", "max_tokens": 0},
     "max_tokens as text": {"prompt": "x", "max_tokens": "many"},
-    "temperature": {"prompt": "x", "temperature": 0.7},
+    "temperature out of range": {"prompt": "x", "temperature": -0.7},
     "temperature of a wrong type": {"prompt": "x", "temperature": "hot"},
     "prompt too long": {"prompt": [5] * MAX_MODEL_LEN},
     "output too long": {"prompt": [5] * 500, "max_tokens": 100},
     "stop of a wrong type": {"prompt": "x", "stop": 7},
     "stream of a wrong type": {"prompt": "x", "stream": "perhaps"},
-    "several choices": {"prompt": "x", "n": 3},
+    "too many choices": {"prompt": "x", "n": 1000},
 }
 
 
 @pytest.mark.parametrize("name", BAD_COMPLETIONS)
-def test_bad_input_is_the_clients_error_and_the_server_goes_on(
-    app: Application, name: str
-) -> None:
+def test_bad_input_is_the_clients_error_and_the_server_goes_on(app: Application, name: str) -> None:
     body = BAD_COMPLETIONS[name]
     content = body if isinstance(body, bytes) else json.dumps(body)
     headers = {"Content-Type": "application/json"}

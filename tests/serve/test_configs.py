@@ -14,9 +14,7 @@ from deployments.app_args import AppArgs
 
 ROOT = Path(__file__).parents[2]
 NAMES = sorted(
-    file.name
-    for file in (ROOT / "configs").glob("*.yaml")
-    if not file.name.startswith("train-")
+    file.name for file in (ROOT / "configs").glob("*.yaml") if not file.name.startswith("train-")
 )
 
 

@@ -133,7 +133,9 @@ def test_perfect_drafts_are_all_accepted_and_save_their_steps(
     # The prompt gives the first token; the others come in blocks of K + 1.
     expected = sum(-(-(len(output) - 1) // (K + 1)) for output in baseline)
     assert counted["num_decode_steps"] == expected
-    assert after["num_accepted_tokens_per_pos"][0] >= after["num_accepted_tokens_per_pos"][K - 1] > 0
+    assert (
+        after["num_accepted_tokens_per_pos"][0] >= after["num_accepted_tokens_per_pos"][K - 1] > 0
+    )
 
 
 def test_the_three_deployments_and_their_workers_are_processes_of_their_own(

@@ -19,7 +19,7 @@ from transformers import AutoTokenizer
 
 from deployments.errors import NotReady, QueueFull
 from deployments.openai_api import create_api
-from dflash_core.request import GenerationOutput, GenerationRequest
+from dflash_core.request import GenerationOutput, GenerationRequest, TokenLogprobs
 from dflash_core.stopping import Stopping
 
 EOS = 2
@@ -28,7 +28,11 @@ MODEL = "package://smollm2/135m"
 
 @dataclass
 class FakeEngine:
-    """Says `text` in blocks of tokens, whatever it is asked."""
+    """Says `text` in blocks of tokens, whatever it is asked.
+
+    The log probability of a token is minus its place in the output; the alternatives are the ids
+    that follow its own.
+    """
 
     tokenizer: Any
     text: str = "Hello 🦖! The quick brown fox."
@@ -38,6 +42,8 @@ class FakeEngine:
     hang_after: int | None = None
     not_ready: str | None = None
     statistics: dict[str, Any] | None = None
+    sampling_defaults: dict[str, float] = field(default_factory=dict)
+    all_greedy: bool = False
     requests: list[GenerationRequest] = field(default_factory=list)
     waiting: threading.Event = field(default_factory=threading.Event)
     closed: threading.Event = field(default_factory=threading.Event)
@@ -60,12 +66,19 @@ class FakeEngine:
             )
             token_ids = [*self.tokenizer.encode(self.text), EOS] * 20
             for step, start in enumerate(range(0, len(token_ids), self.block)):
+                await asyncio.sleep(0)
                 if self.fail_after is not None and step == self.fail_after[0]:
                     raise self.fail_after[1]
                 if step == self.hang_after:
                     self.waiting.set()
                     await asyncio.Event().wait()
                 output = stopping.append(token_ids[start : start + self.block])
+                if (count := request.sampling.logprobs) is not None:
+                    logprobs = [
+                        TokenLogprobs(-place, tuple((t + i, -i) for i in range(1, count + 1)))
+                        for place, t in enumerate(output.token_ids, start)
+                    ]
+                    output = replace(output, logprobs=logprobs)
                 if output.finish_reason:
                     yield replace(output, statistics=self.statistics)
                     return
@@ -114,9 +127,7 @@ def complete(call):
 @pytest.fixture
 def chat(call):
     messages = [{"role": "user", "content": "Hi"}]
-    return lambda **body: call(
-        "POST", "/v1/chat/completions", json={"messages": messages} | body
-    )
+    return lambda **body: call("POST", "/v1/chat/completions", json={"messages": messages} | body)
 
 
 class Server(uvicorn.Server):
@@ -299,9 +310,7 @@ class TestAnswers:
 
     def test_requests_with_the_same_id_are_different_for_the_engine(self, call, engine):
         for _ in range(2):
-            call(
-                "POST", "/v1/completions", json={"prompt": "Hi"}, headers={"X-Request-Id": "abc"}
-            )
+            call("POST", "/v1/completions", json={"prompt": "Hi"}, headers={"X-Request-Id": "abc"})
         assert engine.requests[0].request_id != engine.requests[1].request_id
 
     def test_the_schema_can_be_fetched(self, call):
@@ -353,7 +362,7 @@ class TestWhatTheEngineIsAsked:
         assert request.stop == tuple("abcdefgh")
         assert (request.stop_token_ids, request.ignore_eos) == ((7, 8), True)
 
-    def test_what_does_not_change_a_greedy_answer_is_accepted(self, complete, chat):
+    def test_what_does_not_change_the_answer_is_accepted(self, complete, chat):
         neutral = {
             "model": MODEL,
             "temperature": 0.0,
@@ -383,10 +392,9 @@ class TestBadRequests:
             ("max_tokens", 0),
             ("max_tokens", 1.5),
             ("max_tokens", True),
-            ("temperature", 1),
+            ("temperature", -1),
             ("temperature", "0"),
             ("temperature", False),
-            ("temperature", 0.7),
             ("top_p", 0),
             ("top_p", 1.5),
             ("top_k", "all"),
@@ -399,14 +407,27 @@ class TestBadRequests:
             ("stream", "yes"),
             ("stream_options", {"include_usage": True}),
             ("model", 5),
-            ("n", 2),
+            ("n", 0),
+            ("n", 129),
             ("n", "1"),
-            ("logprobs", 1),
-            ("presence_penalty", 0.5),
-            ("frequency_penalty", -1),
-            ("repetition_penalty", 1.1),
-            ("logit_bias", {"5": 1}),
-            ("min_tokens", 3),
+            ("logprobs", -1),
+            ("logprobs", "yes"),
+            ("seed", 1 << 63),
+            ("seed", 1.5),
+            ("top_k", -2),
+            ("min_p", 1.5),
+            ("presence_penalty", 2.5),
+            ("frequency_penalty", -3),
+            ("repetition_penalty", 0),
+            ("logit_bias", {"x": 1}),
+            ("logit_bias", {"-5": 1}),
+            ("logit_bias", {"5": "1"}),
+            ("logit_bias", {"49152": 1}),
+            ("logit_bias", [5]),
+            ("logit_bias", {str(token): 1 for token in range(1025)}),
+            ("min_tokens", -1),
+            ("min_tokens", 1000),
+            ("stop_token_ids", [5] * 1025),
         ],
     )
     def test_a_parameter_is_named(self, param, value, complete, chat, engine):
@@ -423,8 +444,10 @@ class TestBadRequests:
             ("prompt", []),
             ("prompt", 5),
             ("prompt", {"text": "x"}),
-            ("prompt", ["a", "b"]),
-            ("prompt", [[1], [2]]),
+            ("prompt", [[]]),
+            ("prompt", ["a", ""]),
+            ("prompt", ["a"] * 129),
+            ("prompt", ["a", [1]]),
             ("prompt", [1, "a"]),
             ("prompt", [-1]),
             ("prompt", [49152]),
@@ -434,7 +457,9 @@ class TestBadRequests:
             ("best_of", 3),
             ("echo", True),
             ("suffix", "end"),
-            ("logprobs", 0),
+            ("logprobs", True),
+            ("logprobs", 21),
+            ("top_logprobs", 2),
         ],
     )
     def test_of_a_completion(self, param, value, complete, engine):
@@ -456,7 +481,7 @@ class TestBadRequests:
             ("tools", [{"type": "function"}]),
             ("tool_choice", "required"),
             ("response_format", {"type": "json_object"}),
-            ("logprobs", True),
+            ("logprobs", 1),
             ("top_logprobs", 2),
             ("chat_template_kwargs", {"tokenize": True}),
             ("chat_template_kwargs", [1]),
@@ -551,9 +576,7 @@ class TestFailures:
         ("error", "kind"),
         [(NotReady("lost it"), "service_unavailable_error"), (KeyError(), "server_error")],
     )
-    def test_in_the_middle_of_a_stream_they_are_its_last_event(
-        self, error, kind, complete, engine
-    ):
+    def test_in_the_middle_of_a_stream_they_are_its_last_event(self, error, kind, complete, engine):
         engine.fail_after = (2, error)
         *chunks, last = events(complete(stream=True))
         assert len(chunks) >= 1
@@ -618,7 +641,7 @@ class TestOverTheWire:
 
     def test_the_openai_client_raises_what_it_should(self, client, engine):
         with pytest.raises(openai.BadRequestError) as caught:
-            client.completions.create(model=MODEL, prompt="Hi", temperature=0.5)
+            client.completions.create(model=MODEL, prompt="Hi", temperature=-0.5)
         assert caught.value.param == "temperature"
         with pytest.raises(openai.NotFoundError):
             client.completions.create(model="gpt-4", prompt="Hi")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from itertools import pairwise
 
 import pytest
 
@@ -99,7 +100,7 @@ class TestGroups:
         for one in names(streams):
             turns = [index for index, batch in enumerate(batches) if one in batch]
             assert turns[0] <= 1
-            assert all(later - earlier <= 2 for earlier, later in zip(turns, turns[1:]))
+            assert all(later - earlier <= 2 for earlier, later in pairwise(turns))
 
     def test_those_that_are_ready_do_not_wait_for_a_group_to_fill(self) -> None:
         """Half of four is two, but only one has its drafts."""
