@@ -2,7 +2,8 @@
 
 The randomness of a token is one uniform number, a function of (seed, index of the token in the
 output) and of nothing else. Hence a request's tokens depend on its prompt, parameters and seed
-only: not on its neighbours, the slot, the batch size, the drafts or whether there are any. The guarantee
+only: not on its neighbours, the slot, the batch size, the drafts or whether there are any. The
+guarantee
 ends where the numerics of the logits do: another batch or block shape may change the last bits of a
 logit, and a token changes when its uniform number falls between the two results.
 """
