@@ -4,9 +4,9 @@
 
 from ray.serve import Application
 
+from deployments.api.openai_protocol import MAX_STOP_TOKEN_IDS
 from deployments.app_args import AppArgs, WorkerArgs
 from deployments.drafter import Drafter
-from deployments.openai_protocol import MAX_STOP_TOKEN_IDS
 from deployments.router import Router
 from deployments.specs import DrafterSpec, VerifierSpec
 from deployments.verifier import Verifier

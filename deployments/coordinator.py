@@ -14,11 +14,11 @@ from typing import Any
 
 from ray.serve.handle import DeploymentHandle, DeploymentResponseGenerator
 
-from deployments.errors import NotReady, QueueFull
-from deployments.figures import Gauges, Snapshot
+from deployments.api.errors import NotReady, QueueFull
 from deployments.fleet import Fleet
+from deployments.metrics.figures import Gauges, Snapshot
+from deployments.metrics.request_record import RequestFigures, RequestRecord
 from deployments.replicas import Lease
-from deployments.request_record import RequestFigures, RequestRecord
 from deployments.stream import Delivery, Stream
 from deployments.verify_loop import VerifyLoop
 from dflash_core.request import GenerationOutput, GenerationRequest

@@ -10,8 +10,8 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from deployments.graph import ModelGraph, WorkerLost
+from deployments.metrics.stage import StageTimes
 from deployments.specs import DrafterSpec
-from deployments.stage import StageTimes
 from deployments.stream import Stream
 from dflash_core import plans
 from dflash_core.messages import DraftResult

@@ -12,12 +12,12 @@ from ray.serve.exceptions import DeploymentUnavailableError
 from ray.serve.handle import DeploymentHandle
 
 from deployments.draft_loop import DraftLoop
-from deployments.figures import Counters
 from deployments.graph import ModelGraph
+from deployments.metrics.figures import Counters
+from deployments.metrics.step_costs import StepCosts, measure
 from deployments.replicas import ReplicaDescription
 from deployments.scheduler import Scheduler
 from deployments.specs import DrafterSpec, VerifierSpec
-from deployments.step_costs import StepCosts, measure
 from deployments.verify_loop import VerifyLoop
 from dflash_core import plans
 from dflash_core.messages import DraftResult, VerifyResult

@@ -10,13 +10,13 @@ from fastapi import FastAPI
 from ray import serve
 from ray.serve.handle import DeploymentHandle
 
-from deployments.api_key import load_api_keys
+from deployments.api.api_key import load_api_keys
+from deployments.api.openai_api import create_api
 from deployments.app_args import AppArgs
 from deployments.coordinator import Coordinator
-from deployments.figures import Snapshot
 from deployments.fleet import Fleet
-from deployments.openai_api import create_api
-from deployments.router_metrics import RouterMetrics
+from deployments.metrics.figures import Snapshot
+from deployments.metrics.router import RouterMetrics
 from deployments.specs import DrafterSpec, VerifierSpec
 from dflash_core.checkpoint import load_sampling_defaults, load_target_config, resolve
 from dflash_core.request import GenerationOutput, GenerationRequest

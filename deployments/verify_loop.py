@@ -12,11 +12,11 @@ from dataclasses import replace
 
 import numpy as np
 
+from deployments.api.errors import NotReady
 from deployments.draft_loop import DraftLoop
-from deployments.errors import NotReady
 from deployments.graph import ModelGraph, WorkerLost
+from deployments.metrics.stage import StageTimes
 from deployments.scheduler import Scheduler
-from deployments.stage import StageTimes
 from deployments.stream import Stream
 from dflash_core import plans
 from dflash_core.messages import Features, VerifyResult

@@ -21,15 +21,15 @@ import pytest
 import ray
 from prometheus_client.parser import text_string_to_metric_families
 
-from deployments import ray_metrics
-from deployments.errors import QueueFull
-from deployments.figures import Counters, Gauges, RollCall, Snapshot
-from deployments.histogram import Histogram
-from deployments.metrics_text import metrics_text
-from deployments.request_record import RequestFigures, RequestRecord
+from deployments.metrics import ray_metrics
+from deployments.api.errors import QueueFull
+from deployments.metrics.figures import Counters, Gauges, RollCall, Snapshot
+from deployments.metrics.histogram import Histogram
+from deployments.metrics.prometheus_text import metrics_text
+from deployments.metrics.request_record import RequestFigures, RequestRecord
+from deployments.metrics.speculation_check import WINDOW_DRAFTS, SpeculationCheck
+from deployments.metrics.step_costs import StepCosts, measure
 from deployments.router import Router
-from deployments.speculation_check import WINDOW_DRAFTS, SpeculationCheck
-from deployments.step_costs import StepCosts, measure
 from dflash_core.request import GenerationOutput, GenerationRequest
 from dflash_core.statistics import AcceptanceStatistics
 from tests.serve.application import Application, application, idle
@@ -343,7 +343,7 @@ def test_break_even_is_the_time_of_a_round_in_plain_steps(
 
 def test_the_cost_of_a_step_is_the_faster_of_two_runs(monkeypatch: pytest.MonkeyPatch) -> None:
     clock = Clock()
-    monkeypatch.setattr("deployments.step_costs.time.monotonic", clock)
+    monkeypatch.setattr("deployments.metrics.step_costs.time.monotonic", clock)
 
     class Graph:
         seconds = iter([5.0, 2.0, 3.0, 4.0])

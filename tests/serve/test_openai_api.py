@@ -17,8 +17,8 @@ import pytest
 import uvicorn
 from transformers import AutoTokenizer
 
-from deployments.errors import NotReady, QueueFull
-from deployments.openai_api import create_api
+from deployments.api.errors import NotReady, QueueFull
+from deployments.api.openai_api import create_api
 from dflash_core.request import GenerationOutput, GenerationRequest, TokenLogprobs
 from dflash_core.stopping import Stopping
 

@@ -13,9 +13,9 @@ import httpx
 import pytest
 from transformers import AutoTokenizer
 
-from deployments.api_key import ApiKeyError, load_api_keys
+from deployments.api.api_key import ApiKeyError, load_api_keys
+from deployments.api.openai_api import create_api
 from deployments.app_args import AppArgs
-from deployments.openai_api import create_api
 from tests.serve.application import application
 from tests.serve.test_openai_api import MODEL, FakeEngine, assert_error, events
 from tests.serve.tiny_pair import Tiny
@@ -113,7 +113,7 @@ class TestApiKey:
             compared.append((len(given), len(known)))
             return original(given, known)
 
-        monkeypatch.setattr("deployments.api_key.hmac.compare_digest", compare)
+        monkeypatch.setattr("deployments.api.api_key.hmac.compare_digest", compare)
         ask("Bearer x")
         ask(f"Bearer {KEY}")
         assert compared == [(32, 32)] * 4

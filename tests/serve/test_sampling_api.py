@@ -11,9 +11,9 @@ import httpx
 import openai
 import pytest
 
-from deployments.errors import NotReady, QueueFull
-from deployments.interleaved import interleaved
-from deployments.openai_api import create_api
+from deployments.api.errors import NotReady, QueueFull
+from deployments.api.interleaved import interleaved
+from deployments.api.openai_api import create_api
 from dflash_core.sampling import SamplingParams, choice_seed
 from tests.serve.test_openai_api import (  # noqa: F401  (fixtures)
     EOS,

@@ -10,8 +10,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-from deployments.errors import ApiError
-from deployments.histogram import Histogram
+from deployments.api.errors import ApiError
+from deployments.metrics.histogram import Histogram
 from dflash_core.request import GenerationOutput, GenerationRequest
 
 logger = logging.getLogger("ray.serve")

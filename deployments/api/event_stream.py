@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from deployments.errors import ApiError, InternalError
+from deployments.api.errors import ApiError, InternalError
 
 T = TypeVar("T")
 log = logging.getLogger(__name__)

@@ -7,8 +7,8 @@ import uuid
 from dataclasses import replace
 from typing import Any, Protocol
 
-from deployments.errors import ContextLengthExceeded, InvalidRequest
-from deployments.openai_protocol import GenerationBody
+from deployments.api.errors import ContextLengthExceeded, InvalidRequest
+from deployments.api.openai_protocol import GenerationBody
 from dflash_core.request import GenerationRequest
 from dflash_core.sampling import MAX_ABS_BIAS, InvalidSampling, SamplingParams, choice_seed
 

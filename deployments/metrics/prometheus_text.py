@@ -9,8 +9,8 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Histo
 from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
-from deployments.figures import Counters, Gauges
-from deployments.request_record import HISTOGRAMS
+from deployments.metrics.figures import Counters, Gauges
+from deployments.metrics.request_record import HISTOGRAMS
 
 LABELS = ("model_name", "engine")
 ENGINE = "0"  # all replicas together; clients expect the label

@@ -16,7 +16,7 @@ from typing import Annotated, Any, ClassVar, Literal
 from openai.types import CompletionChoice
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
-from deployments.errors import InvalidRequest
+from deployments.api.errors import InvalidRequest
 from dflash_core.sampling import MAX_LOGPROBS
 
 TokenId = Annotated[int, Field(ge=0)]

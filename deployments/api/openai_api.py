@@ -21,17 +21,17 @@ from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4
 from starlette.middleware.cors import CORSMiddleware
 
 from deployments import __version__
-from deployments.answer import Answer, ChatAnswer, CompletionAnswer
-from deployments.api_key import RequireApiKey
-from deployments.error_responses import EXCEPTION_HANDLERS, InternalErrors
-from deployments.errors import InternalError, NotReady
-from deployments.event_stream import ClientGone, EventStream, unless_client_leaves
-from deployments.generation_requests import generation_requests
-from deployments.interleaved import interleaved
-from deployments.openai_protocol import ChatCompletionRequest, CompletionRequest, GenerationBody
-from deployments.prompts import check_model, encode, render
-from deployments.request_id import RequestId
-from deployments.tokenization_api import tokenization_routes
+from deployments.api.answer import Answer, ChatAnswer, CompletionAnswer
+from deployments.api.api_key import RequireApiKey
+from deployments.api.error_responses import EXCEPTION_HANDLERS, InternalErrors
+from deployments.api.errors import InternalError, NotReady
+from deployments.api.event_stream import ClientGone, EventStream, unless_client_leaves
+from deployments.api.generation_requests import generation_requests
+from deployments.api.interleaved import interleaved
+from deployments.api.openai_protocol import ChatCompletionRequest, CompletionRequest, GenerationBody
+from deployments.api.prompts import check_model, encode, render
+from deployments.api.request_id import RequestId
+from deployments.api.tokenization_api import tokenization_routes
 from dflash_core.request import GenerationOutput, GenerationRequest
 
 OWNER = "dflash"

@@ -9,10 +9,10 @@ from ray import serve
 from ray.serve.handle import DeploymentHandle
 
 from deployments.coordinator import Coordinator
-from deployments.figures import RollCall, Snapshot
-from deployments.metrics_text import metrics_text
-from deployments.ray_metrics import RayMetrics
-from deployments.speculation_check import SpeculationCheck
+from deployments.metrics.figures import RollCall, Snapshot
+from deployments.metrics.prometheus_text import metrics_text
+from deployments.metrics.ray_metrics import RayMetrics
+from deployments.metrics.speculation_check import SpeculationCheck
 
 logger = logging.getLogger("ray.serve")
 

@@ -19,8 +19,8 @@ from openai.types.chat.chat_completion_chunk import ChoiceLogprobs as ChunkLogpr
 from openai.types.completion_choice import Logprobs
 from pydantic import BaseModel
 
-from deployments.logprobs import TextOffsets, TokenNames, chat_logprobs, completion_logprobs
-from deployments.openai_protocol import GenerationBody, StreamedCompletionChoice, StreamOptions
+from deployments.api.logprobs import TextOffsets, TokenNames, chat_logprobs, completion_logprobs
+from deployments.api.openai_protocol import GenerationBody, StreamedCompletionChoice, StreamOptions
 from dflash_core.request import GenerationOutput, TokenLogprobs
 
 

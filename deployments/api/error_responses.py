@@ -11,7 +11,7 @@ from fastapi.responses import Response
 from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from deployments.errors import ApiError, InternalError, InvalidRequest
+from deployments.api.errors import ApiError, InternalError, InvalidRequest
 
 log = logging.getLogger(__name__)
 

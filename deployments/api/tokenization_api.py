@@ -8,12 +8,12 @@ from typing import TYPE_CHECKING, Any
 from fastapi import APIRouter
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
-from deployments.errors import InvalidRequest
-from deployments.openai_protocol import Message, TokenId
-from deployments.prompts import check_model, encode, render
+from deployments.api.errors import InvalidRequest
+from deployments.api.openai_protocol import Message, TokenId
+from deployments.api.prompts import check_model, encode, render
 
 if TYPE_CHECKING:
-    from deployments.openai_api import Engine
+    from deployments.api.openai_api import Engine
 
 
 class TokenizeRequest(BaseModel):

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from deployments.request_record import RequestFigures
-from deployments.stage import StageTimes
+from deployments.metrics.request_record import RequestFigures
+from deployments.metrics.stage import StageTimes
 from dflash_core.statistics import AcceptanceStatistics
 
 

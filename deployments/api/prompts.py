@@ -5,8 +5,8 @@ from __future__ import annotations
 import asyncio
 from typing import Any
 
-from deployments.errors import InvalidRequest, ModelNotFound
-from deployments.openai_protocol import Message
+from deployments.api.errors import InvalidRequest, ModelNotFound
+from deployments.api.openai_protocol import Message
 
 RESERVED_TEMPLATE_KWARGS = {"conversation", "tokenize", "chat_template", "return_dict", "messages"}
 

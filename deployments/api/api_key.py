@@ -15,8 +15,8 @@ from pathlib import Path
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from deployments.error_responses import error_response
-from deployments.errors import Unauthorized
+from deployments.api.error_responses import error_response
+from deployments.api.errors import Unauthorized
 
 OPEN_PATHS = frozenset({"/health", "/metrics"})  # load balancers and Prometheus have no key
 

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from ray.serve.metrics import Counter, Gauge, Histogram
 
-from deployments.figures import Counters, Gauges
-from deployments.request_record import HISTOGRAMS, RequestFigures
+from deployments.metrics.figures import Counters, Gauges
+from deployments.metrics.request_record import HISTOGRAMS, RequestFigures
 
 # name: (label, what it counts)
 COUNTERS: dict[str, tuple[str | None, str]] = {

@@ -1,0 +1,1 @@
+"""What a Router counts and times, for /metrics, /stats and the Ray dashboard."""
