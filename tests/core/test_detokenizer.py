@@ -6,7 +6,6 @@ import random
 
 import pytest
 from tokenizers import Tokenizer, decoders, models
-from transformers import AutoTokenizer
 
 from dflash_core.detokenizer import MAX_PENDING, Detokenizer
 
@@ -19,11 +18,6 @@ TEXTS = [
     "ⴰⵎⴰⵣⵉⵖ ᚠᚢᚦᚨᚱᚲ 𝕳𝖊𝖑𝖑𝖔 𒀀𒀁",
     "a legitimate \ufffd replacement \ufffd\ufffd character",
 ]
-
-
-@pytest.fixture(scope="module")
-def tokenizer(packaged_target):
-    return AutoTokenizer.from_pretrained(packaged_target)
 
 
 @pytest.fixture(scope="module")

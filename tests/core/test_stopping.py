@@ -5,18 +5,12 @@ from __future__ import annotations
 import random
 
 import pytest
-from transformers import AutoTokenizer
 
 from dflash_core.request import GenerationRequest
 from dflash_core.sampling import SamplingParams
 from dflash_core.stopping import Stopping
 
 EOS = 2
-
-
-@pytest.fixture(scope="module")
-def tokenizer(packaged_target):
-    return AutoTokenizer.from_pretrained(packaged_target)
 
 
 @pytest.fixture

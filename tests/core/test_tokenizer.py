@@ -12,11 +12,6 @@ from tests.conftest import PACKAGED_TARGET
 from tests.tiny import write_target
 
 
-@pytest.fixture(scope="module")
-def tokenizer(packaged_target):
-    return load_tokenizer(packaged_target)
-
-
 def test_end_of_sequence_ends_a_chat_turn(tokenizer):
     assert (tokenizer.eos_token, tokenizer.eos_token_id) == ("<|im_end|>", 2)
     assert tokenizer.model_max_length == 8192

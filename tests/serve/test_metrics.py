@@ -21,8 +21,8 @@ import pytest
 import ray
 from prometheus_client.parser import text_string_to_metric_families
 
-from deployments.metrics import ray_metrics
 from deployments.api.errors import QueueFull
+from deployments.metrics import ray_metrics
 from deployments.metrics.figures import Counters, Gauges, RollCall, Snapshot
 from deployments.metrics.histogram import Histogram
 from deployments.metrics.prometheus_text import metrics_text

@@ -15,7 +15,6 @@ import httpx
 import openai
 import pytest
 import uvicorn
-from transformers import AutoTokenizer
 
 from deployments.api.errors import NotReady, QueueFull
 from deployments.api.openai_api import create_api
@@ -92,11 +91,6 @@ class FakeEngine:
 
     async def stats(self):
         return {"drafts": 7}
-
-
-@pytest.fixture(scope="module")
-def tokenizer(packaged_target):
-    return AutoTokenizer.from_pretrained(packaged_target)
 
 
 @pytest.fixture

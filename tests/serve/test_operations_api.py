@@ -11,7 +11,6 @@ from typing import Any
 
 import httpx
 import pytest
-from transformers import AutoTokenizer
 
 from deployments.api.api_key import ApiKeyError, load_api_keys
 from deployments.api.openai_api import create_api
@@ -27,11 +26,6 @@ MESSAGES = [{"role": "user", "content": "Hi"}]
 class MeasuredEngine(FakeEngine):
     async def metrics(self) -> bytes:
         return b"vllm:num_requests_running 3.0\n"
-
-
-@pytest.fixture(scope="module")
-def tokenizer(packaged_target):
-    return AutoTokenizer.from_pretrained(packaged_target)
 
 
 @pytest.fixture

@@ -26,7 +26,6 @@ from tests.serve.test_openai_api import (  # noqa: F401  (fixtures)
     engine,
     events,
     server,
-    tokenizer,
 )
 
 UNSEEDED = SamplingParams(temperature=1.0)
