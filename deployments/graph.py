@@ -9,6 +9,7 @@ import ray
 from ray.dag import DAGContext, InputNode, MultiOutputNode
 from ray.exceptions import GetTimeoutError, RayActorError, RayChannelError
 
+from deployments import channel_wait
 from deployments.worker_group import NAMESPACE
 
 Result = TypeVar("Result")
@@ -33,6 +34,7 @@ class ModelGraph(Generic[Result]):
     """
 
     def __init__(self, workers: tuple[str, ...], method: str, channel_bytes: int) -> None:
+        channel_wait.install()
         DAGContext.get_current().buffer_size_bytes = channel_bytes
         self.workers = [ray.get_actor(name, namespace=NAMESPACE) for name in workers]
         with InputNode() as plan:

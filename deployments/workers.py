@@ -11,6 +11,7 @@ import ray
 import torch
 from ray.dag import DAGContext
 
+from deployments import channel_wait
 from deployments.specs import DrafterSpec, ModelSpec, VerifierSpec
 from dflash_core.checkpoint import resolve
 from dflash_core.messages import DraftPlan, DraftResult, VerifyPlan, VerifyResult
@@ -33,6 +34,7 @@ class Rank:
         self.spec = spec
         self.rank = rank
         self.store = open_store() if rank == 0 and spec.tensor_parallel_size > 1 else None
+        channel_wait.install()
         # Only rank 0 sends features or receives them alone; a large buffer costs shared memory.
         DAGContext.get_current().buffer_size_bytes = spec.channel_bytes if rank == 0 else 1 << 20
         # Graphs of several Routers run in threads of their own; the caches have one owner then.

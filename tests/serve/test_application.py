@@ -6,11 +6,13 @@ Target: a tiny random Llama with the packaged tokenizer, so that a deployment co
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import socket
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -200,6 +202,26 @@ def test_tensor_parallel_workers_give_the_same_tokens(http_port: int, tiny: Tiny
 
 
 # Load and clients that leave.
+
+
+def cpu_seconds(pid: int) -> float:
+    """User and system time of a process so far (proc(5), fields 14 and 15 of stat)."""
+    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+
+@pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="needs Linux's /proc")
+def test_idle_workers_leave_the_cores_alone(app: Application) -> None:
+    stats = app.wait_until(idle, 5)
+    replicas = [
+        part["replica"] for group in ("verifiers", "drafters") for part in stats[group].values()
+    ]
+    pids = [pid for replica in replicas for pid in replica["worker_pids"]]
+    before, began = [cpu_seconds(pid) for pid in pids], time.monotonic()
+    time.sleep(2.0)  # the time that is measured, not a wait for something
+    elapsed = time.monotonic() - began
+    shares = [(cpu_seconds(pid) - b) / elapsed for pid, b in zip(pids, before, strict=True)]
+    assert max(shares) < 0.1
 
 
 def test_more_requests_than_slots_wait_and_finish(app: Application, tiny: Tiny) -> None:
