@@ -1,0 +1,3 @@
+from dflash_core.training.commands import main
+
+main()

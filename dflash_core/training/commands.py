@@ -1,0 +1,301 @@
+"""The command line: `python -m dflash_core.training data|train|evaluate CONFIG`."""
+
+from __future__ import annotations
+
+import json
+import logging
+import time
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Annotated, Any
+
+import torch
+import typer
+from rich.console import Console
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    TextColumn,
+    TimeElapsedColumn,
+    TimeRemainingColumn,
+)
+from rich.table import Table
+
+from dflash_core.drafter import DFlashDrafter
+from dflash_core.errors import CheckpointError
+from dflash_core.training.allocator import keep_freed_memory
+from dflash_core.training.batches import BatchSource
+from dflash_core.training.conversations import Conversation, ConversationWriter, read_conversations
+from dflash_core.training.errors import TrainingError
+from dflash_core.training.evaluation import HAND_WRITTEN, Evaluation, Evaluator, plot
+from dflash_core.training.features import FeatureFile, compute_features
+from dflash_core.training.generation import Generator
+from dflash_core.training.initial import new_drafter
+from dflash_core.training.project import Project, replace_file
+from dflash_core.training.prompts import ChatTemplate, read_prompts
+from dflash_core.training.replay import replay
+from dflash_core.training.settings import load_settings
+from dflash_core.training.trainer import Trainer, train
+
+HELD_OUT_SAMPLED = 0.25  # share of sampled answers there: acceptance at temperature 1 needs some
+
+app = typer.Typer(add_completion=False, no_args_is_help=True, help=__doc__)
+ConfigFile = Annotated[Path, typer.Argument(help="YAML file with the settings of the project")]
+
+
+@app.command()
+def data(config: ConfigFile) -> None:
+    """Let the target write conversations, until there are as many as the settings ask for."""
+    project = _open(config)
+    settings = project.settings
+    template = ChatTemplate.of(project.tokenizer)
+    room = settings.generation.max_question + settings.generation.max_answer
+    model = project.target(longest=len(template.head) + len(template.bridge) + room, tapped=False)
+    held_out = _existing(project.path("held_out.jsonl"))
+    present = _existing(project.path("train.jsonl"))
+    seen = {conversation.prompt for conversation in (*held_out, *present)}
+    questions = _questions(project, template, seen) if settings.prompts is not None else None
+    missing = settings.held_out - len(held_out)
+    if missing > 0:
+        mixed = replace(settings.generation, sampled=HELD_OUT_SAMPLED)
+        generator = Generator(model, template, mixed, questions=questions, seed=settings.seed + 1)
+        with ConversationWriter(project.path("held_out.jsonl")) as writer, _bar() as bar:
+            task = bar.add_task("held out", total=missing)
+            for conversation in generator.run(missing):
+                writer.append([conversation])
+                seen.add(conversation.prompt)
+                bar.advance(task)
+    # A resumed run must not repeat the questions of the one before it.
+    seed = settings.seed + 2 + len(present)
+    generator = Generator(model, template, settings.generation, questions=questions, seed=seed)
+    with ConversationWriter(project.path("train.jsonl")) as writer, _bar() as bar:
+        count = len(present)
+        task = bar.add_task("train", total=settings.conversations, completed=count)
+        for conversation in generator.run() if count < settings.conversations else ():
+            if conversation.prompt in seen:
+                continue
+            seen.add(conversation.prompt)
+            writer.append([conversation])
+            count += 1
+            bar.advance(task)
+            if count >= settings.conversations:
+                break
+    _console().print(f"{count} conversations -> {project.path('train.jsonl')}")
+
+
+@app.command("train")
+def train_command(config: ConfigFile) -> None:
+    """Compute what is missing of the features, then train; resumes where it was interrupted."""
+    project = _open(config)
+    settings = project.settings
+    conversations = project.conversations("train")[: settings.conversations]
+    held_out = project.conversations("held_out")
+    longest = max(len(c.tokens) for c in (*conversations, *held_out))
+    target = project.target(longest=longest)
+    for name, part in (("train", conversations), ("held_out", held_out)):
+        with _bar() as bar:
+            task = bar.add_task(f"features of {name}", total=len(part))
+            for done in compute_features(target, part, project.features_path(name)):
+                bar.update(task, completed=done)
+    features = FeatureFile(project.features_path("train"), conversations, project.width)
+    weights = project.initial_weights()
+    if weights is None:
+        sample = torch.empty((len(conversations[0].tokens), project.width), dtype=torch.bfloat16)
+        features.read(0, sample)
+        hidden_size = project.target_config.hidden_size
+        initial = new_drafter(
+            project.drafter_config, target, sample[:, :-hidden_size], seed=settings.seed
+        )
+        weights = dict(initial.named_parameters())
+    del target
+    counts = torch.zeros(project.target_config.vocab_size, dtype=torch.int64)
+    for c in conversations:
+        counts += torch.bincount(torch.tensor(c.tokens[c.answer :]), minlength=len(counts))
+    run = settings.optimization
+    trainer = Trainer(
+        DFlashDrafter(
+            project.drafter_config, max_model_len=longest + settings.drafter.block_size
+        ).to(project.dtype),
+        weights,
+        project.vocabulary(),
+        BatchSource(
+            conversations,
+            features,
+            width=project.width,
+            batch_size=run.batch_size,
+            anchors=run.anchors,
+            block_size=settings.drafter.block_size,
+            seed=run.seed,
+        ),
+        counts,
+        run,
+    )
+    fingerprint = {
+        "target": settings.target,
+        "drafter": project.drafter_json,
+        "optimization": vars(run),
+        "conversations": len(conversations),
+    }
+    facts = _Facts(project, int(counts.sum()), len(conversations))
+    with _bar() as bar:
+        task = bar.add_task("steps", total=run.steps)
+        for report in train(
+            trainer, project.path("checkpoint.pt"), project.path("log.jsonl"), fingerprint
+        ):
+            length = f"loss {report.loss:.3f}, {report.length:.2f} tokens per step"
+            bar.update(task, completed=report.step + 1, description=length)
+            if trainer.step % run.save_every == 0:
+                facts.export(trainer)
+    _console().print(f"drafter -> {facts.export(trainer, measure=True)}")
+
+
+@app.command()
+def evaluate(
+    config: ConfigFile,
+    drafter: Annotated[Path | None, typer.Option(help="Folder; default: the trained one")] = None,
+    num_drafts: Annotated[
+        int | None, typer.Option(min=1, help="K; default: block_size - 1")
+    ] = None,
+    max_tokens: Annotated[int, typer.Option(min=2, help="Of each answer")] = 128,
+    prompts: Annotated[int, typer.Option(min=1, help="Held-out prompts to use")] = 64,
+    slots: Annotated[int, typer.Option(min=1, help="Prompts at a time")] = 8,
+) -> None:
+    """Measure acceptance in greedy decoding, on held-out and on hand-written prompts."""
+    project = _open(config)
+    template = ChatTemplate.of(project.tokenizer)
+    trained = {c.prompt for c in _existing(project.path("train.jsonl"))}
+    held_out = [c.prompt for c in project.conversations("held_out") if c.prompt not in trained]
+    sets = {"held out": [list(prompt) for prompt in held_out[:prompts]]}
+    for name, text in HAND_WRITTEN.items():
+        question = tuple(project.tokenizer.encode(text, add_special_tokens=False))
+        sets[name] = [list(template.prompt(question))]
+    evaluator = Evaluator(
+        project.target_folder,
+        drafter or project.path("drafter"),
+        project.tokenizer,
+        num_drafts=num_drafts or project.settings.drafter.block_size - 1,
+        max_tokens=max_tokens,
+        slots=slots,
+        longest_prompt=max(len(prompt) for prompts in sets.values() for prompt in prompts),
+    )
+    evaluations = []
+    for evaluation in evaluator.run(sets):
+        evaluations.append(evaluation)
+        _console().print(f"{evaluation.name}: {evaluation.statistics.acceptance_length:.3f}")
+    evaluations.append(_together("hand-written", evaluations[1:]))
+    _print(evaluations)
+    result = json.dumps([evaluation.as_dict() for evaluation in evaluations], indent=2) + "\n"
+    replace_file(project.path("evaluation.json"), result.encode())
+    plot([evaluations[0], evaluations[-1]], project.path("evaluation.png"))
+    _console().print(f"-> {project.path('evaluation.json')}, {project.path('evaluation.png')}")
+
+
+class _Facts:
+    """What the model card says about the run so far."""
+
+    def __init__(self, project: Project, answer_tokens: int, conversations: int) -> None:
+        self.project = project
+        self.answer_tokens = answer_tokens
+        self.conversations = conversations
+        self.digest = project.target_digest()
+        self.began = time.monotonic()
+
+    def export(self, trainer: Trainer, *, measure: bool = False) -> Path:
+        lengths = {}
+        for name, greedy in (("greedy", True), ("temperature 1", False)) if measure else ():
+            answers = self.project.held_out_answers(greedy=greedy)
+            statistics = replay(trainer.model, trainer.vocabulary, answers)
+            if statistics.num_drafts:
+                lengths[name] = statistics.acceptance_length
+        run = trainer.settings
+        return self.project.export(
+            trainer.optimizer.masters,
+            {
+                "target file, SHA-256": self.digest,
+                "training set": f"{self.conversations} conversations, "
+                f"{self.answer_tokens} tokens of answers",
+                "steps": f"{trainer.step} of {run.steps}",
+                "seed": run.seed,
+                "minutes of this process": round((time.monotonic() - self.began) / 60, 1),
+                **{
+                    f"held-out acceptance length, {name} (replayed)": f"{length:.3f}"
+                    for name, length in lengths.items()
+                },
+            },
+        )
+
+
+def _questions(
+    project: Project, template: ChatTemplate, seen: set[tuple[int, ...]]
+) -> Iterator[tuple[int, ...]]:
+    """Those of the prompts file that have no answer yet."""
+    longest = project.settings.generation.max_question
+    for text in read_prompts(Path(project.settings.prompts or "")):
+        question = tuple(project.tokenizer.encode(text, add_special_tokens=False))
+        if template.prompt(question) in seen:
+            continue
+        if len(question) > longest:
+            _console().print(f"left out, longer than max_question = {longest}: {text[:60]}…")
+            continue
+        yield question
+
+
+def _existing(path: Path) -> list[Conversation]:
+    return list(read_conversations(path)) if path.exists() else []
+
+
+def _together(name: str, parts: list[Evaluation]) -> Evaluation:
+    total = Evaluation(name, 0, type(parts[0].statistics)(), 0.0)
+    for part in parts:
+        total.statistics.add(part.statistics)
+    prompts, seconds = sum(p.prompts for p in parts), sum(p.seconds for p in parts)
+    return Evaluation(name, prompts, total.statistics, seconds)
+
+
+def _print(evaluations: list[Evaluation]) -> None:
+    table = Table("prompts", "number", "acceptance length", "tokens per step", "per position")
+    for evaluation in evaluations:
+        values: dict[str, Any] = evaluation.as_dict()
+        drafts = max(1, values["num_drafts"])
+        table.add_row(
+            evaluation.name,
+            str(evaluation.prompts),
+            f"{values['acceptance_length']:.3f}",
+            f"{values['tokens_per_step']:.3f}",
+            " ".join(f"{count / drafts:.2f}" for count in values["num_accepted_tokens_per_pos"]),
+        )
+    _console().print(table)
+
+
+def _bar() -> Progress:
+    return Progress(
+        TextColumn("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeElapsedColumn(),
+        TimeRemainingColumn(),
+        console=_console(),
+    )
+
+
+def _console() -> Console:
+    return Console(soft_wrap=True, highlight=False)
+
+
+def _open(config: Path) -> Project:
+    settings = load_settings(config)
+    torch.set_num_threads(settings.threads)
+    keep_freed_memory()
+    return Project(settings)
+
+
+def main(arguments: list[str] | None = None) -> None:
+    """Run a command; what the user can put right is one line, not a traceback."""
+    logging.basicConfig(level=logging.WARNING, format="%(message)s")
+    try:
+        app(arguments, standalone_mode=True)
+    except (TrainingError, CheckpointError) as error:
+        Console(soft_wrap=True, highlight=False).print(f"error: {error}", markup=False)
+        raise SystemExit(1) from error

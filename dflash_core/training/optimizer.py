@@ -1,0 +1,81 @@
+"""AdamW on float32 master weights of a bfloat16 model.
+
+The model itself, which runs, is exactly what will be served; its gradients are bfloat16. Small
+updates would be lost in bfloat16 weights, so they accumulate in float32 copies.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from torch import nn
+
+from dflash_core.training.settings import OptimizationSettings
+
+FLOOR = 0.05  # of the peak learning rate, at the end of the cosine
+
+
+class MasterWeights:
+    """Args: model in its compute dtype; masters, the same weights in float32, by name."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        masters: dict[str, torch.Tensor],
+        settings: OptimizationSettings,
+    ) -> None:
+        self.settings = settings
+        self.parameters = dict(model.named_parameters())
+        self.masters = {name: masters[name].detach().float().clone() for name in self.parameters}
+        matrices = [weight for weight in self.masters.values() if weight.ndim > 1]
+        vectors = [weight for weight in self.masters.values() if weight.ndim == 1]
+        self.adam = torch.optim.AdamW(
+            [
+                {"params": matrices, "weight_decay": settings.weight_decay},
+                {"params": vectors, "weight_decay": 0.0},
+            ],
+            lr=settings.learning_rate,
+            betas=(0.9, 0.95),
+            fused=True,
+        )
+        self._publish()
+
+    def step(self, step: int) -> float:
+        """Apply the model's gradients and clear them; returns their norm before clipping."""
+        for name, parameter in self.parameters.items():
+            self.masters[name].grad = parameter.grad.float()
+            parameter.grad = None
+        norm = torch.nn.utils.clip_grad_norm_(self.masters.values(), self.settings.clip)
+        for group in self.adam.param_groups:
+            group["lr"] = learning_rate(step, self.settings)
+        self.adam.step()
+        for master in self.masters.values():
+            master.grad = None
+        self._publish()
+        return float(norm)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"masters": self.masters, "adam": self.adam.state_dict()}
+
+    @torch.no_grad()
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        for name, master in self.masters.items():
+            master.copy_(state["masters"][name])
+        self.adam.load_state_dict(state["adam"])
+        self._publish()
+
+    @torch.no_grad()
+    def _publish(self) -> None:
+        for name, parameter in self.parameters.items():
+            parameter.copy_(self.masters[name])
+
+
+def learning_rate(step: int, settings: OptimizationSettings) -> float:
+    """Linear warm-up, then half a cosine down to FLOOR of the peak."""
+    if step < settings.warmup:
+        return settings.learning_rate * (step + 1) / settings.warmup
+    done = (step - settings.warmup) / max(1, settings.steps - settings.warmup)
+    cosine = 0.5 * (1 + math.cos(math.pi * min(1.0, done)))
+    return settings.learning_rate * (FLOOR + (1 - FLOOR) * cosine)

@@ -1,0 +1,193 @@
+"""Training steps and their checkpoints.
+
+Shape legend: B conversations, S positions, A anchors, L block length, K = L - 1 drafts, M predicted
+tokens (valid ones of B * A * K), H hidden, F feature width, W = F + H.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+
+from dflash_core.drafter import DFlashDrafter, TargetVocabulary
+from dflash_core.training.batches import Batch, BatchSource
+from dflash_core.training.errors import TrainingError
+from dflash_core.training.forward import draft_hidden
+from dflash_core.training.loss import DistilledCrossEntropy, LossVocabulary, position_weights
+from dflash_core.training.optimizer import MasterWeights
+from dflash_core.training.settings import OptimizationSettings
+
+
+@dataclass(frozen=True)
+class StepReport:
+    """Attributes:
+    step: from 0.
+    loss: weighted by position.
+    accuracy: of each draft position, regardless of the ones before it.
+    length: expected tokens per step, 1 + drafts right up to the first wrong one.
+    gradient_norm: before clipping.
+    """
+
+    step: int
+    loss: float
+    accuracy: tuple[float, ...]
+    length: float
+    gradient_norm: float
+
+
+class Trainer:
+    """Args:
+
+    model: the drafter to train, in its compute dtype; its weights are overwritten.
+    masters: float32 weights to start from, by name.
+    vocabulary: the target's embedding and head, frozen.
+    batches: data.
+    counts: int64 `[vocab]`, frequency of each token in the answers.
+    settings: of this run.
+    """
+
+    def __init__(
+        self,
+        model: DFlashDrafter,
+        masters: dict[str, Tensor],
+        vocabulary: TargetVocabulary,
+        batches: BatchSource,
+        counts: Tensor,
+        settings: OptimizationSettings,
+    ) -> None:
+        self.model = model.requires_grad_(True)
+        self.vocabulary = vocabulary
+        self.batches = batches
+        self.settings = settings
+        self.optimizer = MasterWeights(model, masters, settings)
+        self.loss_vocabulary = LossVocabulary(
+            counts, frequent=settings.frequent, sampled=settings.sampled
+        )
+        self.weights_K = position_weights(model.config.block_size, settings.decay)
+        self.step = 0
+
+    def run_step(self) -> StepReport:
+        """One optimizer step on the next batch."""
+        batch = self.batches.batch(self.step)
+        random = torch.Generator().manual_seed(self.settings.seed * 1_000_003 + self.step)
+        loss, correct_BAK = self.loss(batch, random)
+        loss.backward()
+        norm = self.optimizer.step(self.step)
+        report = _report(self.step, loss, correct_BAK, batch.valid_BAK, norm)
+        self.step += 1
+        return report
+
+    def loss(self, batch: Batch, random: torch.Generator) -> tuple[Tensor, Tensor]:
+        """(loss, correct bool `[B, A, K]`)."""
+        H = self.model.config.hidden_size
+        features_BSW = batch.features_BSW.to(head_weight(self.vocabulary).dtype)
+        features_BSF, final_BSH = features_BSW.split((features_BSW.shape[-1] - H, H), -1)
+        hidden_BAKH = self._draft(features_BSF, batch)[:, :, 1:]
+        valid = batch.valid_BAK
+        share = self.settings.teacher
+        teacher_MH = None
+        if share > 0:
+            # The target's state at position p gives its distribution of the token at p + 1.
+            offsets_K = torch.arange(valid.shape[-1])
+            before_BAK = (batch.anchors_BA[..., None] + offsets_K).clamp(max=final_BSH.shape[1] - 1)
+            rows_B11 = torch.arange(len(final_BSH))[:, None, None]
+            teacher_MH = final_BSH[rows_B11, before_BAK][valid]
+        ids_V, labels_M = self.loss_vocabulary.choose(batch.labels_BAK[valid], random)
+        weights_M = self.weights_K.expand_as(valid)[valid]
+        loss, correct_M = DistilledCrossEntropy.apply(
+            hidden_BAKH[valid],
+            teacher_MH,
+            head_weight(self.vocabulary)[ids_V],
+            labels_M,
+            weights_M / weights_M.sum(),
+            share,
+        )
+        correct_BAK = torch.zeros_like(valid)
+        correct_BAK[valid] = correct_M
+        return loss, correct_BAK
+
+    def _draft(self, features_BSF: Tensor, batch: Batch) -> Tensor:
+        config = self.model.config
+        tokens_BAL = torch.full((*batch.anchors_BA.shape, config.block_size), config.mask_token_id)
+        tokens_BAL[..., 0] = batch.anchor_tokens_BA
+        x_BALH = self.vocabulary.embed_tokens(tokens_BAL)
+        return draft_hidden(self.model, features_BSF, x_BALH, batch.anchors_BA)
+
+    def save(self, path: Path, fingerprint: dict[str, object]) -> None:
+        """Write the state atomically. Raises TrainingError; the checkpoint before it stays."""
+        state = {"step": self.step, "fingerprint": fingerprint, **self.optimizer.state_dict()}
+        temporary = path.with_suffix(".tmp")
+        try:
+            with temporary.open("wb") as file:
+                torch.save(state, file)
+                file.flush()
+                os.fsync(file.fileno())
+        except (OSError, RuntimeError) as error:
+            temporary.unlink(missing_ok=True)
+            raise TrainingError(
+                f"{path}: cannot be written ({error}); the checkpoint before it is kept: make room "
+                "and run the same command again"
+            ) from error
+        temporary.replace(path)
+
+    def resume(self, path: Path, fingerprint: dict[str, object]) -> None:
+        """Go on where a checkpoint ends. Raises TrainingError if it is of another run."""
+        state = torch.load(path, weights_only=True)
+        if state["fingerprint"] != fingerprint:
+            changed = sorted(
+                name
+                for name in fingerprint.keys() | state["fingerprint"].keys()
+                if fingerprint.get(name) != state["fingerprint"].get(name)
+            )
+            raise TrainingError(
+                f"{path}: was written with other settings ({', '.join(changed)}); restore them, or "
+                "give this run a folder of its own"
+            )
+        self.optimizer.load_state_dict(state)
+        self.step = state["step"]
+
+
+def train(
+    trainer: Trainer, checkpoint: Path, log: Path, fingerprint: dict[str, object]
+) -> Iterator[StepReport]:
+    """Resume if there is a checkpoint, and run to the end, saving now and then.
+
+    One JSON line per step goes to `log`; after a resumption, steps may occur twice there.
+    """
+    if checkpoint.exists():
+        trainer.resume(checkpoint, fingerprint)
+    with log.open("a", encoding="utf-8") as file:
+        while trainer.step < trainer.settings.steps:
+            report = trainer.run_step()
+            file.write(json.dumps(vars(report)) + "\n")
+            file.flush()
+            if trainer.step % trainer.settings.save_every == 0:
+                trainer.save(checkpoint, fingerprint)
+            yield report
+    trainer.save(checkpoint, fingerprint)
+
+
+def head_weight(vocabulary: TargetVocabulary) -> Tensor:
+    """The head `[vocab, H]`, which for many targets is the embedding."""
+    head: nn.Module = vocabulary.lm_head or vocabulary.embed_tokens
+    return head.weight
+
+
+def _report(
+    step: int, loss: Tensor, correct_BAK: Tensor, valid_BAK: Tensor, norm: float
+) -> StepReport:
+    right = correct_BAK.float().cumprod(-1).sum() / valid_BAK[..., 0].sum()
+    accuracy = correct_BAK.sum((0, 1)) / valid_BAK.sum((0, 1)).clamp(min=1)
+    return StepReport(
+        step,
+        round(loss.item(), 5),
+        tuple(round(value, 4) for value in accuracy.tolist()),
+        round(1 + right.item(), 4),
+        round(norm, 4),
+    )
