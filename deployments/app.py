@@ -25,6 +25,7 @@ MIN_CHANNEL_BYTES = 1 << 20
 MESSAGE_OVERHEAD_BYTES = 64 << 10
 LOGPROBS_BYTES = 512  # of one token with 20 alternatives, pickled
 CONTROL_CPUS = 0.1
+HEALTH_CHECK_PERIOD_S = 2.0  # what Serve lets pass before it replaces a replica without workers
 
 
 def build(args: AppArgs) -> Application:
@@ -117,6 +118,7 @@ def replica_options(args: WorkerArgs) -> dict:
     rank = {"CPU": args.cpus_per_rank, **args.resources_per_rank}
     return {
         "ray_actor_options": {"num_cpus": CONTROL_CPUS},
+        "health_check_period_s": HEALTH_CHECK_PERIOD_S,
         "placement_group_bundles": [
             {"CPU": CONTROL_CPUS},
             *[rank] * args.tensor_parallel_size,

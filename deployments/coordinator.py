@@ -1,10 +1,15 @@
-"""The Router's engine: admits requests, leases slots, hands streams to the Verifiers' threads."""
+"""The Router's engine: admits requests, leases slots, hands streams to the Verifiers' threads.
+
+A request outlives its Verifier: what the client has got so far is computed again in a slot of
+another one, as if it were part of the prompt, and the output goes on from there.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
 import logging
+import math
 import os
 import time
 from collections import deque
@@ -18,7 +23,7 @@ from deployments.api.errors import NotReady, QueueFull
 from deployments.fleet import Fleet
 from deployments.metrics.figures import Gauges, Snapshot
 from deployments.metrics.request_record import RequestFigures, RequestRecord
-from deployments.replicas import Lease
+from deployments.replicas import Lease, ReplicaLost
 from deployments.stream import Delivery, Stream
 from deployments.verify_loop import VerifyLoop
 from dflash_core.request import GenerationOutput, GenerationRequest
@@ -28,6 +33,9 @@ from dflash_core.stopping import Stopping
 logger = logging.getLogger("ray.serve")
 
 RECENT_REQUESTS = 100
+MAX_LOSSES = 3
+RETRY_S = 0.25
+RECOVERY_S = 300.0  # that a replacement may need to load its model
 
 
 class Coordinator:
@@ -74,7 +82,8 @@ class Coordinator:
 
         Raises:
             QueueFull: too many requests wait already.
-            NotReady: no Verifier, or it was lost.
+            NotReady: no Verifier, for minutes, or several in a row were lost.
+            InternalError: a step failed.
         """
         with RequestRecord(self.requests, request) as record:
             async with contextlib.aclosing(self._generate(request, record)) as outputs:
@@ -91,43 +100,82 @@ class Coordinator:
                 f"all {slots} slots are taken and {self._max_queued_requests} requests may wait "
                 "for one (max_queued_requests); try again later"
             )
-        response, lease = await self._lease(request)
-        record.admitted()
+        sequence = Sequence(
+            request.prompt_token_ids,
+            stopping=Stopping(
+                self._tokenizer,
+                request,
+                eos_token_ids=self._eos_token_ids,
+                max_model_len=self._max_model_len,
+            ),
+            max_model_len=self._max_model_len,
+        )
+        losses = 0  # without a token in between
+        while True:
+            response, lease = await self._lease(request)
+            record.admitted()
+            before = sequence.num_output_tokens
+            sequence = sequence.in_slot(lease.slot)
+            try:
+                async with contextlib.aclosing(
+                    self._run(request.request_id, sequence, lease, response)
+                ) as outputs:
+                    async for output in outputs:
+                        yield output
+                return
+            except ReplicaLost as error:
+                losses = 1 if sequence.num_output_tokens > before else losses + 1
+                if losses == MAX_LOSSES:
+                    raise NotReady(f"{losses} Verifiers in a row were lost: {error}") from error
+                logger.warning(
+                    "request %s goes on elsewhere, %d tokens are out: %s",
+                    request.request_id,
+                    sequence.num_output_tokens,
+                    error,
+                )
+
+    async def _run(
+        self,
+        request_id: str,
+        sequence: Sequence,
+        lease: Lease,
+        response: DeploymentResponseGenerator,
+    ) -> AsyncGenerator[GenerationOutput, None]:
+        """The outputs of a sequence on the Verifier of this lease, which ends with them.
+
+        Raises:
+            ReplicaLost: the sequence has not finished; nothing changes it any more.
+        """
         deliveries: asyncio.Queue[Delivery] = asyncio.Queue()
-        verifier: VerifyLoop | None = None
-        stream: Stream | None = None
+        stream = Stream(
+            request_id,
+            sequence,
+            lambda item: self._loop.call_soon_threadsafe(deliveries.put_nowait, item),
+        )
         watch = self._loop.create_task(_watch(response, deliveries))
+        verifier: VerifyLoop | None = None
         self.num_running += 1
         try:
             verifier = await self.fleet.verifier(lease.replica_id)
             if verifier is None:
-                raise NotReady("the Verifier that granted a slot is gone")
-            sequence = Sequence(
-                request.prompt_token_ids,
-                slot=lease.slot,
-                stopping=Stopping(
-                    self._tokenizer,
-                    request,
-                    eos_token_ids=self._eos_token_ids,
-                    max_model_len=self._max_model_len,
-                ),
-                max_model_len=self._max_model_len,
-            )
-            stream = Stream(
-                request.request_id,
-                sequence,
-                lambda item: self._loop.call_soon_threadsafe(deliveries.put_nowait, item),
-            )
+                raise ReplicaLost(f"there is no connection to {lease.replica_id}")
             verifier.add(stream)
-            while True:
+            lost: ReplicaLost | None = None
+            while lost is None or not deliveries.empty():
                 item = await deliveries.get()
-                if isinstance(item, Exception):
+                if isinstance(item, ReplicaLost):
+                    lost = lost or item
+                    # A step may still be under way; what it brings is delivered before this ends.
+                    await self._removed(verifier, stream)
+                elif isinstance(item, Exception):
                     raise item
-                if item.finish_reason is not None:
-                    self.recent.append({"id": request.request_id, **(item.statistics or {})})
-                yield item
-                if item.finish_reason is not None:
-                    return
+                else:
+                    if item.finish_reason is not None:
+                        self.recent.append({"id": request_id, **(item.statistics or {})})
+                    yield item
+                    if item.finish_reason is not None:
+                        return
+            raise lost
         finally:
             self.num_running -= 1
             # A task of its own, because this one may be being cancelled.
@@ -136,33 +184,46 @@ class Coordinator:
             cleaning.add_done_callback(self._cleaning.discard)
 
     async def _lease(self, request: GenerationRequest) -> tuple[DeploymentResponseGenerator, Lease]:
+        """Wait in line for a slot. Raises NotReady when for a while nobody has any to offer."""
         self.num_waiting += 1
-        response = self._leases.lease.remote(request.request_id)
+        refused_since = math.inf
         try:
-            return response, await anext(response)
-        except asyncio.CancelledError:
-            response.cancel()
-            raise
-        except Exception as error:
-            response.cancel()
-            raise NotReady(f"no Verifier could take the request: {error}") from error
+            while True:
+                response = self._leases.lease.remote(self._name, request.request_id)
+                try:
+                    return response, await anext(response)
+                except asyncio.CancelledError:
+                    response.cancel()
+                    raise
+                except Exception as error:
+                    response.cancel()
+                    refused_since = min(refused_since, time.monotonic())
+                    if time.monotonic() - refused_since > RECOVERY_S:
+                        raise NotReady(f"no Verifier could take the request: {error}") from error
+                await asyncio.sleep(RETRY_S)
         finally:
             self.num_waiting -= 1
 
     async def _release(
         self,
         verifier: VerifyLoop | None,
-        stream: Stream | None,
+        stream: Stream,
         watch: asyncio.Task,
         response: DeploymentResponseGenerator,
     ) -> None:
         """Give the slot back, once no step can touch it any more."""
-        if verifier is not None and stream is not None:
-            removed = asyncio.Event()
-            verifier.remove(stream, lambda: self._loop.call_soon_threadsafe(removed.set))
-            await removed.wait()
-        watch.cancel()
-        response.cancel()
+        try:
+            if verifier is not None:
+                await self._removed(verifier, stream)
+        finally:
+            watch.cancel()
+            response.cancel()
+
+    async def _removed(self, verifier: VerifyLoop, stream: Stream) -> None:
+        """Take the stream from its Verifier's thread."""
+        removed = asyncio.Event()
+        verifier.remove(stream, lambda: self._loop.call_soon_threadsafe(removed.set))
+        await removed.wait()
 
     def figures(self) -> Snapshot:
         """What this Router has measured. Reads without locks what the loops' threads write."""
@@ -219,4 +280,4 @@ async def _watch(response: DeploymentResponseGenerator, deliveries: asyncio.Queu
         raise
     except Exception as error:
         reason = f"{type(error).__name__}"
-    deliveries.put_nowait(NotReady(f"the Verifier of this request was lost: {reason}"))
+    deliveries.put_nowait(ReplicaLost(reason))

@@ -9,22 +9,28 @@ import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from deployments.graph import ModelGraph, WorkerLost
+from ray.exceptions import RayTaskError
+
+from deployments.graph import STEP_TIMEOUT_S, ModelGraph, WorkerLost
 from deployments.metrics.stage import StageTimes
-from deployments.specs import DrafterSpec
 from deployments.stream import Stream
 from dflash_core import plans
-from dflash_core.messages import DraftResult
+from dflash_core.messages import DraftPlan, DraftResult
 from dflash_core.sequence import DraftJob
+from dflash_core.shapes import StaticShapes
 
 if TYPE_CHECKING:
     from deployments.verify_loop import VerifyLoop
 
 logger = logging.getLogger("ray.serve")
 
-STEP_TIMEOUT_S = 60.0
+MAX_FAULTS = 3  # in a row; a drafter that goes on like that is of no use
 
 Question = tuple["VerifyLoop", Stream, DraftJob]
+
+
+class DrafterFault(Exception):
+    """A step failed, or answered nonsense."""
 
 
 class DraftLoop:
@@ -33,8 +39,10 @@ class DraftLoop:
     Args:
         replica_id: of the Drafter.
         graph: compiled graph to its workers, warmed up.
-        spec: of the Drafter.
-        on_lost: called once, from this thread, when the Drafter is lost.
+        shapes: its static shapes.
+        vocab_size: of the target; drafts are below it.
+        on_lost: called once, from this thread, when the Drafter is given up, with the reason if
+            it lies there.
 
     Attributes:
         stage: sums over all steps.
@@ -45,13 +53,15 @@ class DraftLoop:
         self,
         replica_id: str,
         graph: ModelGraph[DraftResult],
-        spec: DrafterSpec,
+        shapes: StaticShapes,
         *,
-        on_lost: Callable[[DraftLoop], None],
+        vocab_size: int,
+        on_lost: Callable[[DraftLoop, str | None], None],
     ) -> None:
         self.replica_id = replica_id
         self.graph = graph
-        self.shapes = spec.shapes
+        self.shapes = shapes
+        self.vocab_size = vocab_size
         self.on_lost = on_lost
         self.stage = StageTimes()
         self.lost = False
@@ -81,24 +91,35 @@ class DraftLoop:
     # The thread.
 
     def _run(self) -> None:
-        while True:
-            questions = self._gather()
-            if questions is None or self.lost:
-                break
-            try:
-                self._answer(questions)
-            except WorkerLost as error:
-                logger.error("drafter %s is lost: %s", self.replica_id, error)
-                self.lost = True
-                self.on_lost(self)
-                break
-            except Exception:
-                logger.exception("drafter %s: a step failed", self.replica_id)
-                for verifier in {question[0] for question in questions}:
-                    verifier.draft_failed(
-                        self, [stream for owner, stream, _ in questions if owner is verifier]
-                    )
-        self.graph.close()
+        faults = 0
+        try:
+            while (questions := self._gather()) is not None:
+                try:
+                    self._answer(questions)
+                    faults = 0
+                except DrafterFault as error:
+                    faults += 1
+                    if faults == MAX_FAULTS:
+                        raise
+                    logger.error("drafter %s: %s", self.replica_id, error)
+                    self._report_failure(questions)
+        except (WorkerLost, DrafterFault) as error:
+            logger.error("drafter %s is given up: %s", self.replica_id, error)
+            self._lose(str(error))
+        except Exception:
+            logger.exception("drafter %s: the thread that drives it has failed", self.replica_id)
+            self._lose(None)
+        finally:
+            self.graph.close()
+
+    def _lose(self, reason: str | None) -> None:
+        self.lost = True
+        self.on_lost(self, reason)
+
+    def _report_failure(self, questions: list[Question]) -> None:
+        for verifier in {question[0] for question in questions}:
+            jobs = [(stream, job) for owner, stream, job in questions if owner is verifier]
+            verifier.draft_failed(self, jobs)
 
     def _gather(self) -> list[Question] | None:
         """All questions that wait, at least one; None to end."""
@@ -123,7 +144,11 @@ class DraftLoop:
         first = time.monotonic()
         for plan in steps:
             began = time.monotonic()
-            result = self.graph.run(plan, STEP_TIMEOUT_S)
+            try:
+                result = self.graph.run(plan, STEP_TIMEOUT_S)
+            except RayTaskError as error:
+                raise DrafterFault(f"a step failed: {error}") from error
+            self._check(plan, result)
             self.stage.record(
                 span=result.span,
                 began=began,
@@ -138,6 +163,13 @@ class DraftLoop:
         self._reply(
             [(*question, drafts) for question, drafts in zip(asked, result.tokens, strict=True)]
         )
+
+    def _check(self, plan: DraftPlan, result: DraftResult) -> None:
+        shape = [len(row) for row in result.tokens]
+        if shape != [plan.num_drafts] * len(plan.tokens):
+            raise DrafterFault(f"{len(plan.tokens)} x {plan.num_drafts} drafts expected: {shape}")
+        if not all(0 <= token < self.vocab_size for row in result.tokens for token in row):
+            raise DrafterFault(f"a draft is outside the vocabulary of {self.vocab_size} tokens")
 
     def _reply(self, answers: list[tuple[VerifyLoop, Stream, DraftJob, list[int]]]) -> None:
         for verifier in {answer[0] for answer in answers}:

@@ -4,28 +4,33 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Coroutine
 from dataclasses import replace
-from typing import Any
+from typing import Any, TypeVar
 
+from ray.exceptions import RayError
 from ray.serve.exceptions import DeploymentUnavailableError
 from ray.serve.handle import DeploymentHandle
 
+from deployments.backoff import Backoff
+from deployments.connection import open_drafter, open_verifier
 from deployments.draft_loop import DraftLoop
-from deployments.graph import ModelGraph
+from deployments.health import Health
 from deployments.metrics.figures import Counters
-from deployments.metrics.step_costs import StepCosts, measure
+from deployments.metrics.step_costs import StepCosts
 from deployments.replicas import ReplicaDescription
 from deployments.scheduler import Scheduler
 from deployments.specs import DrafterSpec, VerifierSpec
 from deployments.verify_loop import VerifyLoop
-from dflash_core import plans
-from dflash_core.messages import DraftResult, VerifyResult
+
+Loop = TypeVar("Loop", VerifyLoop, DraftLoop)
 
 logger = logging.getLogger("ray.serve")
 
 POLL_S = 1.0
-WARM_UP_TIMEOUT_S = 120.0
+ANSWER_TIMEOUT_S = 5.0
+DRAFTER_GRACE_S = 60.0  # that a new Router waits for a Drafter before it goes without
 
 
 class Fleet:
@@ -38,6 +43,7 @@ class Fleet:
     Args:
         verifiers, drafters: handles of the deployments; no drafters for the baseline.
         verifier_spec, drafter_spec: what their workers run.
+        vocab_size: of the target.
         draft_timeout: seconds that a request waits for drafts.
         groups: see Scheduler.
 
@@ -52,6 +58,7 @@ class Fleet:
         verifier_spec: VerifierSpec,
         drafter_spec: DrafterSpec | None,
         *,
+        vocab_size: int,
         draft_timeout: float,
         groups: int,
     ) -> None:
@@ -59,6 +66,7 @@ class Fleet:
         self._drafter_handle = drafters
         self._verifier_spec = verifier_spec
         self._drafter_spec = drafter_spec
+        self._vocab_size = vocab_size
         self._draft_timeout = draft_timeout
         self._groups = groups
         self.verifiers: dict[str, VerifyLoop] = {}
@@ -67,19 +75,30 @@ class Fleet:
         self.step_costs = StepCosts()
         self._ending: list[VerifyLoop | DraftLoop] = []
         self._ended = Counters()
+        self._backoffs: dict[str, Backoff] = {}
         self._refreshing = asyncio.Lock()
+        self._tasks: set[asyncio.Task] = set()
+        self._began = time.monotonic()
+        self._has_speculated = False
         self._loop = asyncio.get_running_loop()
         self._task = self._loop.create_task(self._poll())
 
-    def missing(self) -> str | None:
-        """What a request would have to do without, of all that the configuration promises."""
+    def health(self) -> Health:
+        """Ready when a Verifier and, where one is configured, a Drafter are.
+
+        Without a Drafter that it once had, or has waited for long enough, the application is
+        degraded: it answers everything, just not as fast.
+        """
         if not self.verifiers:
-            return "no Verifier is ready yet"
-        if self._drafter_handle is not None and not any(
-            verifier.drafter is not None for verifier in self.verifiers.values()
-        ):
-            return "no Drafter is ready yet"
-        return None
+            return Health("unavailable", "no Verifier is ready yet")
+        if self._drafter_handle is None:
+            return Health("ready")
+        if any(verifier.drafter is not None for verifier in self.verifiers.values()):
+            self._has_speculated = True
+            return Health("ready")
+        if self._has_speculated or time.monotonic() - self._began > DRAFTER_GRACE_S:
+            return Health("degraded", "no Drafter is ready: requests run without speculation")
+        return Health("unavailable", "no Drafter is ready yet")
 
     async def verifier(self, replica_id: str) -> VerifyLoop | None:
         """The loop of that replica, connecting to it first if it is new; None if it is gone."""
@@ -96,18 +115,30 @@ class Fleet:
         return counters
 
     async def refresh(self) -> None:
-        """Bring the loops in line with the replicas that Serve names."""
+        """Bring the loops in line with the replicas that Serve names.
+
+        That goes on to its end also where the one who asked is cancelled.
+        """
+        await asyncio.shield(self._start(self._refresh()))
+
+    def close(self) -> None:
+        """End all loops."""
+        self._task.cancel()
+        for loop in [*self.verifiers.values(), *self.drafters.values()]:
+            loop.close()
+
+    async def _refresh(self) -> None:
         async with self._refreshing:
             self._forget_ended()
             verifiers = await self._describe(self._verifier_handle)
             drafters = await self._describe(self._drafter_handle)
             self.descriptions = verifiers | drafters
+            for known in self._backoffs.keys() - self.descriptions.keys():
+                del self._backoffs[known]
             for description in drafters.values():
-                if description.replica_id not in self.drafters:
-                    await self._connect(description, self._open_drafter)
+                await self._connect(description, self.drafters, self._open_drafter)
             for description in verifiers.values():
-                if description.replica_id not in self.verifiers:
-                    await self._connect(description, self._open_verifier)
+                await self._connect(description, self.verifiers, self._open_verifier)
             for replica_id, loop in list(self.verifiers.items()):
                 if loop.lost or (replica_id not in verifiers and not loop.streams):
                     self._drop_verifier(loop)
@@ -115,12 +146,6 @@ class Fleet:
                 if loop.lost or replica_id not in drafters:
                     self._drop_drafter(loop)
             await self._pair()
-
-    def close(self) -> None:
-        """End all loops."""
-        self._task.cancel()
-        for loop in [*self.verifiers.values(), *self.drafters.values()]:
-            loop.close()
 
     async def _poll(self) -> None:
         while True:
@@ -134,7 +159,8 @@ class Fleet:
         if handle is None:
             return {}
         try:
-            found = await handle.broadcast("describe").results_async(timeout_s=5)
+            answers = handle.broadcast("describe")
+            found = await answers.results_async(timeout_s=ANSWER_TIMEOUT_S, return_exceptions=True)
         except DeploymentUnavailableError:
             return {}
         return {
@@ -144,65 +170,55 @@ class Fleet:
         }
 
     async def _connect(
-        self, description: ReplicaDescription, open_loop: Callable[[ReplicaDescription], Any]
+        self,
+        description: ReplicaDescription,
+        loops: dict[str, Loop],
+        open_loop: Callable[[ReplicaDescription], Loop],
     ) -> None:
+        if description.replica_id in loops:
+            return
+        backoff = self._backoffs.setdefault(description.replica_id, Backoff())
+        if not backoff.is_over():
+            return
         try:
-            await asyncio.to_thread(open_loop, description)
-        except Exception:
-            logger.exception("cannot connect to replica %s", description.replica_id)
-
-    def _open_verifier(self, description: ReplicaDescription) -> None:
-        shapes = self._verifier_spec.shapes
-        graph: ModelGraph[VerifyResult] = ModelGraph(
-            description.workers, "verify", channel_bytes=self._verifier_spec.plan_bytes
-        )
-        graph.run(plans.scratch_verify_plan(shapes, 1, 1), WARM_UP_TIMEOUT_S)
-        if self._drafter_spec is not None:
-            plain, block = (
-                measure(
-                    graph,
-                    {
-                        size: plans.scratch_verify_plan(shapes, size, length)
-                        for size in shapes.num_seqs_buckets
-                    },
-                )
-                for length in (1, shapes.num_drafts + 1)
+            loops[description.replica_id] = await asyncio.to_thread(open_loop, description)
+        except Exception as error:
+            backoff.begin()
+            logger.warning(
+                "cannot connect to %s, trying again in %.0f s: %s: %s",
+                description.replica_id,
+                backoff.seconds,
+                type(error).__name__,
+                error,
             )
-            self.step_costs = replace(self.step_costs, plain=plain, block=block)
-        self.verifiers[description.replica_id] = VerifyLoop(
+
+    def _open_verifier(self, description: ReplicaDescription) -> VerifyLoop:
+        graph, plain, block = open_verifier(description, self._verifier_spec)
+        self.step_costs = replace(self.step_costs, plain=plain, block=block)
+        return VerifyLoop(
             description.replica_id,
             graph,
-            shapes,
+            self._verifier_spec.shapes,
             Scheduler(self._groups),
             draft_timeout=self._draft_timeout,
-            on_lost=lambda loop: self._soon(self._drop_verifier, loop),
+            on_lost=lambda loop, reason: self._soon(self._lose_verifier, loop, reason),
         )
 
-    def _open_drafter(self, description: ReplicaDescription) -> None:
-        spec = self._drafter_spec
-        assert spec is not None
-        graph: ModelGraph[DraftResult] = ModelGraph(
-            description.workers, "draft", channel_bytes=spec.channel_bytes
-        )
-        graph.run(plans.scratch_draft_plan(spec.shapes, 1, None), WARM_UP_TIMEOUT_S)
-        draft = measure(
-            graph,
-            {
-                size: plans.scratch_draft_plan(spec.shapes, size, None)
-                for size in spec.shapes.num_seqs_buckets
-            },
-        )
+    def _open_drafter(self, description: ReplicaDescription) -> DraftLoop:
+        assert self._drafter_spec is not None
+        graph, draft = open_drafter(description, self._drafter_spec)
         self.step_costs = replace(self.step_costs, draft=draft)
-        self.drafters[description.replica_id] = DraftLoop(
+        return DraftLoop(
             description.replica_id,
             graph,
-            spec,
-            on_lost=lambda loop: self._soon(self._drop_drafter, loop),
+            self._drafter_spec.shapes,
+            vocab_size=self._vocab_size,
+            on_lost=lambda loop, reason: self._soon(self._lose_drafter, loop, reason),
         )
 
     async def _pair(self) -> None:
         """Give every Verifier without one a Drafter, the least shared first."""
-        for verifier in self.verifiers.values():
+        for verifier in list(self.verifiers.values()):
             if verifier.drafter is not None or verifier.lost:
                 continue
             sharing = {
@@ -210,11 +226,42 @@ class Fleet:
                 for drafter in self.drafters.values()
             }
             for drafter in sorted(sharing, key=sharing.__getitem__):
-                worker = drafter.graph.workers[0]
-                first_slot = await worker.attach.remote(verifier.replica_id)
-                if first_slot is not None:
+                first_slot = await self._attach(drafter, verifier)
+                if first_slot is not None and not drafter.lost:
                     await asyncio.wrap_future(verifier.attach(drafter, first_slot))
                     break
+
+    async def _attach(self, drafter: DraftLoop, verifier: VerifyLoop) -> int | None:
+        """The Verifier's first slot on this Drafter; None where it has none to give."""
+        try:
+            async with asyncio.timeout(ANSWER_TIMEOUT_S):
+                return await drafter.graph.workers[0].attach.remote(verifier.replica_id)
+        except (TimeoutError, RayError) as error:
+            logger.warning("drafter %s cannot be attached: %s", drafter.replica_id, error)
+            return None
+
+    def _lose_verifier(self, verifier: VerifyLoop, reason: str | None) -> None:
+        self._drop_verifier(verifier)
+        self._leave_alone(self._verifier_handle, verifier.replica_id, reason)
+
+    def _lose_drafter(self, drafter: DraftLoop, reason: str | None) -> None:
+        self._drop_drafter(drafter)
+        self._leave_alone(self._drafter_handle, drafter.replica_id, reason)
+
+    def _leave_alone(
+        self, handle: DeploymentHandle | None, replica_id: str, reason: str | None
+    ) -> None:
+        """Connect again after a pause; if the replica is to blame, have it replaced meanwhile."""
+        self._backoffs.setdefault(replica_id, Backoff()).begin()
+        if reason is not None and handle is not None:
+            self._start(self._condemn(handle, replica_id, reason))
+
+    async def _condemn(self, handle: DeploymentHandle, replica_id: str, reason: str) -> None:
+        try:
+            answers = handle.broadcast("condemn", replica_id, reason)
+            await answers.results_async(timeout_s=ANSWER_TIMEOUT_S, return_exceptions=True)
+        except Exception as error:  # no replica, or none that answers: Serve will notice as well
+            logger.warning("%s cannot be condemned: %s", replica_id, error)
 
     def _drop_verifier(self, verifier: VerifyLoop) -> None:
         if self.verifiers.get(verifier.replica_id) is not verifier:
@@ -239,6 +286,12 @@ class Fleet:
         for loop in [loop for loop in self._ending if loop.ended]:
             self._ending.remove(loop)
             _count(loop, self._ended)
+
+    def _start(self, work: Coroutine[Any, Any, None]) -> asyncio.Task:
+        task = self._loop.create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+        return task
 
     def _soon(self, call: Callable[..., None], *args: Any) -> None:
         self._loop.call_soon_threadsafe(call, *args)

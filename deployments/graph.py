@@ -14,6 +14,8 @@ from deployments.worker_group import NAMESPACE
 
 Result = TypeVar("Result")
 
+STEP_TIMEOUT_S = 60.0  # a worker that is still at a step after that is as good as dead
+
 
 class WorkerLost(Exception):
     """A worker of the graph died or did not answer in time; the graph is of no more use."""

@@ -6,6 +6,11 @@ from dataclasses import dataclass
 
 # Routers ask every replica for its description once a second: not worth a line in the log each.
 QUIET = {"enable_access_log": False}
+SERVE_NAMESPACE = "serve"  # where Ray Serve names its replicas' actors by their full ids
+
+
+class ReplicaLost(Exception):
+    """The replica, or its connection, is gone; what ran on it can go on elsewhere."""
 
 
 @dataclass(frozen=True)

@@ -15,6 +15,7 @@ from deployments.api.openai_api import create_api
 from deployments.app_args import AppArgs
 from deployments.coordinator import Coordinator
 from deployments.fleet import Fleet
+from deployments.health import Health
 from deployments.metrics.figures import Snapshot
 from deployments.metrics.router import RouterMetrics
 from deployments.specs import DrafterSpec, VerifierSpec
@@ -61,6 +62,7 @@ class RouterReplica:
             drafters,
             verifier_spec,
             drafter_spec,
+            vocab_size=target.vocab_size,
             draft_timeout=speculation.draft_timeout_s if speculation else 0.0,
             groups=groups,
         )
@@ -93,8 +95,8 @@ class RouterReplica:
     def generate(self, request: GenerationRequest) -> AsyncGenerator[GenerationOutput, None]:
         return self.coordinator.generate(request)
 
-    async def health(self) -> str | None:
-        return self.fleet.missing()
+    async def health(self) -> Health:
+        return self.fleet.health()
 
     async def stats(self) -> dict[str, Any]:
         return await self.coordinator.stats()

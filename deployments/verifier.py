@@ -1,63 +1,97 @@
-"""The Verifier deployment: owns the target's workers and hands out its slots.
-
-It is not on the hot path: Routers drive the workers through a compiled graph of their own.
-"""
+"""The Verifier deployment: owns the target's workers and hands out its slots."""
 
 from __future__ import annotations
 
 import asyncio
-import os
+from collections import defaultdict
 from collections.abc import AsyncIterator
+from dataclasses import replace
 
+import ray
 from ray import serve
 
-from deployments.replicas import QUIET, Lease, ReplicaDescription
+from deployments.model_replica import ModelReplica
+from deployments.replicas import QUIET, SERVE_NAMESPACE, Lease, ReplicaDescription
 from deployments.specs import VerifierSpec
-from deployments.worker_group import WorkerGroup
 from deployments.workers import VerifierWorker
 
+ROUTERS_POLL_S = 2.0
 
-class VerifierReplica:
+
+class VerifierReplica(ModelReplica):
+    """Attributes:
+
+    slots: the free ones. A None among them says that there will be no more: the workers died.
+    leases: of every Router, the ends of those that it holds or waits for.
+    """
+
     async def __init__(self, spec: VerifierSpec) -> None:
-        self.spec = spec
-        self.replica_id = serve.get_replica_context().replica_id.to_full_id_str()
-        self.slots: asyncio.Queue[int] = asyncio.Queue()
+        await super().__init__(spec, VerifierWorker)
+        self.slots: asyncio.Queue[int | None] = asyncio.Queue()
         for slot in range(spec.shapes.num_slots):
             self.slots.put_nowait(slot)
-        self.group = await WorkerGroup.start(VerifierWorker, spec, self.replica_id)
+        self.leases: defaultdict[str, set[asyncio.Event]] = defaultdict(set)
+        self.group.lost.add_done_callback(lambda _: self._end_all_leases())
+        self.watch = asyncio.get_running_loop().create_task(self._watch_routers())
 
-    async def lease(self, request_id: str) -> AsyncIterator[Lease]:
+    async def lease(self, router: str, request_id: str) -> AsyncIterator[Lease]:
         """Wait in line for a slot, yield it, and keep it until the caller ends the stream.
 
         One open stream per request is what Serve needs to see load, to drain a replica before it
         is removed, and to tell a Router at once that the replica has died.
+
+        Args:
+            router: replica id of the caller; a lease ends with it, too.
+            request_id: for whoever looks at Serve's logs.
+
+        Raises:
+            ReplicaLost: the workers are dead, or die.
         """
-        slot = await self.slots.get()
+        ended = asyncio.Event()
+        self.leases[router].add(ended)
         try:
-            yield Lease(self.replica_id, slot)
-            await asyncio.get_running_loop().create_future()
+            slot = await self.slots.get()
+            try:
+                self.require_workers()
+                yield Lease(self.replica_id, slot)
+                await ended.wait()
+                self.require_workers()
+            finally:
+                self.slots.put_nowait(slot)
         finally:
-            self.slots.put_nowait(slot)
+            self.leases[router].discard(ended)
 
     async def describe(self) -> ReplicaDescription:
-        return ReplicaDescription(
-            replica_id=self.replica_id,
-            pid=os.getpid(),
-            workers=tuple(self.group.names),
-            worker_pids=tuple(self.group.pids),
-            slots=self.spec.shapes.num_slots,
-            free_slots=self.slots.qsize(),
-        )
+        return replace(await super().describe(), free_slots=self.slots.qsize())
 
-    def record_replica_metadata(self) -> dict[str, list[str]]:
-        return {"workers": self.group.names}
+    def _end_all_leases(self) -> None:
+        self.slots.put_nowait(None)  # wakes those that wait, one after the other
+        for leases in self.leases.values():
+            _end(leases)
 
-    async def check_health(self) -> None:
-        await self.group.check()
+    async def _watch_routers(self) -> None:
+        """A Router that was killed cannot end its leases."""
+        while True:
+            await asyncio.sleep(ROUTERS_POLL_S)
+            for router, leases in list(self.leases.items()):
+                if not leases:
+                    del self.leases[router]
+                elif not await asyncio.to_thread(_is_alive, router):
+                    await asyncio.sleep(ROUTERS_POLL_S)  # its last step may still be running
+                    _end(leases)
 
-    def __del__(self) -> None:
-        if hasattr(self, "group"):
-            self.group.kill()
+
+def _end(leases: set[asyncio.Event]) -> None:
+    for ended in leases:
+        ended.set()
+
+
+def _is_alive(replica_id: str) -> bool:
+    try:
+        ray.get_actor(replica_id, namespace=SERVE_NAMESPACE)
+    except ValueError:
+        return False
+    return True
 
 
 Verifier = serve.deployment(name="Verifier", logging_config=QUIET)(VerifierReplica)

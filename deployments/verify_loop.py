@@ -12,27 +12,27 @@ from dataclasses import replace
 
 import numpy as np
 
-from deployments.api.errors import NotReady
+from deployments.api.errors import InternalError
 from deployments.draft_loop import DraftLoop
-from deployments.graph import ModelGraph, WorkerLost
+from deployments.graph import STEP_TIMEOUT_S, ModelGraph, WorkerLost
 from deployments.metrics.stage import StageTimes
+from deployments.replicas import ReplicaLost
 from deployments.scheduler import Scheduler
 from deployments.stream import Stream
 from dflash_core import plans
 from dflash_core.messages import Features, VerifyResult
+from dflash_core.sequence import DraftJob
 from dflash_core.shapes import StaticShapes
 from dflash_core.statistics import AcceptanceStatistics
 
 logger = logging.getLogger("ray.serve")
 
-STEP_TIMEOUT_S = 300.0
-
 
 class VerifyLoop:
     """Continuous batching over the slots of one Verifier replica.
 
-    Other threads talk to it by posting calls, which it runs between two steps; so nothing here
-    needs a lock.
+    Other threads talk to it by posting calls, which it runs between two steps; so its state needs
+    no lock. When the thread has ended, calls run where they are made: none is lost.
 
     Args:
         replica_id: of the Verifier.
@@ -40,7 +40,8 @@ class VerifyLoop:
         shapes: its static shapes.
         scheduler: chooses each step's requests.
         draft_timeout: seconds that a request waits for its drafts before it goes on without.
-        on_lost: called once, from this thread, when the Verifier is lost.
+        on_lost: called once, from this thread, when the Verifier is given up, with the reason if
+            it lies there.
 
     Attributes:
         statistics: of all requests, those that run included.
@@ -56,7 +57,7 @@ class VerifyLoop:
         scheduler: Scheduler,
         *,
         draft_timeout: float,
-        on_lost: Callable[[VerifyLoop], None],
+        on_lost: Callable[[VerifyLoop, str | None], None],
     ) -> None:
         self.replica_id = replica_id
         self.graph = graph
@@ -72,17 +73,20 @@ class VerifyLoop:
         self._first_draft_slot = 0
         self._closed = False
         self._calls: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
+        self._posting = threading.Lock()
+        self._over = False
         self._thread = threading.Thread(target=self._run, name=f"verify {replica_id}", daemon=True)
         self._thread.start()
 
     # Called from other threads.
 
     def add(self, stream: Stream) -> None:
-        self._calls.put(lambda: self._add(stream))
+        """Run the stream to its end. It hears of ReplicaLost if that is not possible here."""
+        self._post(lambda: self._add(stream))
 
     def remove(self, stream: Stream, then: Callable[[], None]) -> None:
         """Forget the stream, then call `then`: from there on no step touches its slot."""
-        self._calls.put(lambda: (self._remove(stream), then()))
+        self._post(lambda: (self._remove(stream), then()))
 
     def attach(self, drafter: DraftLoop, first_slot: int) -> Future[None]:
         """Speculate with this drafter, also for the requests that run already.
@@ -90,50 +94,73 @@ class VerifyLoop:
         The future is done when the next step will.
         """
         attached: Future[None] = Future()
-        self._calls.put(lambda: attached.set_result(self._attach(drafter, first_slot)))
+        attached.set_running_or_notify_cancel()  # from here on it cannot be cancelled any more
+        self._post(lambda: attached.set_result(self._attach(drafter, first_slot)))
         return attached
 
     def detach(self, drafter: DraftLoop) -> None:
         """Go on without this drafter."""
-        self._calls.put(lambda: self._detach(drafter))
+        self._post(lambda: self._detach(drafter))
 
     def drafted(self, drafter: DraftLoop, drafts: list[tuple[Stream, int, list[int]]]) -> None:
         """Take drafts: (stream, position of the token they follow, draft tokens)."""
-        self._calls.put(lambda: self._drafted(drafter, drafts))
+        self._post(lambda: self._drafted(drafter, drafts))
 
-    def draft_failed(self, drafter: DraftLoop, streams: list[Stream]) -> None:
+    def draft_failed(self, drafter: DraftLoop, jobs: list[tuple[Stream, DraftJob]]) -> None:
         """Take note that a draft step failed: what it was to inject is missing."""
-        self._calls.put(lambda: self._draft_failed(drafter, streams))
+        self._post(lambda: self._draft_failed(drafter, jobs))
 
     @property
     def ended(self) -> bool:
         return not self._thread.is_alive()
 
     def close(self) -> None:
-        """End the thread and the graph; requests that still run fail."""
-        self._calls.put(self._close)
+        """End the thread and the graph; requests that still run hear of ReplicaLost."""
+        self._post(self._close)
+
+    def _post(self, call: Callable[[], None]) -> None:
+        with self._posting:
+            if not self._over:
+                self._calls.put(call)
+                return
+        call()
 
     # The thread.
 
     def _run(self) -> None:
-        while not self._closed:
-            now = time.monotonic()
-            batch = self.scheduler.next_batch(self.streams, now)
-            if not batch:
-                self._wait(now)
-                continue
-            try:
-                self._step(batch)
-            except WorkerLost as error:
-                logger.error("verifier %s is lost: %s", self.replica_id, error)
-                self.lost = True
-                self._fail(list(self.streams), "the Verifier of this request was lost")
-                self.on_lost(self)
-            except Exception:
-                logger.exception("verifier %s: a step failed", self.replica_id)
-                self._fail(batch, "the Verifier failed while it ran this request")
+        try:
+            while not self._closed:
+                self._turn()
+        except Exception:
+            logger.exception("verifier %s: the thread that drives it has failed", self.replica_id)
+            self._lose(None)
+        finally:
+            self._closed = True
+            with self._posting:
+                self._over = True
             self._run_calls()
-        self.graph.close()
+            self.graph.close()
+
+    def _turn(self) -> None:
+        now = time.monotonic()
+        batch = self.scheduler.next_batch(self.streams, now)
+        if not batch:
+            self._wait(now)
+            return
+        try:
+            self._step(batch)
+        except WorkerLost as error:
+            logger.error("verifier %s is lost: %s", self.replica_id, error)
+            self._lose(str(error))
+        except Exception:
+            logger.exception("verifier %s: a step failed", self.replica_id)
+            self._fail(batch, InternalError("The Verifier failed; its log has the details."))
+        self._run_calls()
+
+    def _lose(self, reason: str | None) -> None:
+        self.lost = self._closed = True
+        self._fail(list(self.streams), ReplicaLost(f"{self.replica_id} has been given up"))
+        self.on_lost(self, reason)
 
     def _wait(self, now: float) -> None:
         """Sleep until a call comes or a request has waited long enough for its drafts."""
@@ -202,7 +229,7 @@ class VerifyLoop:
 
     def _add(self, stream: Stream) -> None:
         if self.lost or self._closed:
-            stream.deliver(NotReady("the Verifier of this request was lost"))
+            stream.deliver(ReplicaLost(f"{self.replica_id} has been given up"))
             return
         if self.drafter is not None:
             stream.sequence.attach_drafter(self._first_draft_slot + stream.sequence.slot)
@@ -241,23 +268,24 @@ class VerifyLoop:
         # A request that went on without waiting asks again, for where it is now.
         self._request_drafts(late)
 
-    def _draft_failed(self, drafter: DraftLoop, streams: list[Stream]) -> None:
+    def _draft_failed(self, drafter: DraftLoop, jobs: list[tuple[Stream, DraftJob]]) -> None:
         if drafter is not self.drafter:
             return
-        for stream in streams:
-            stream.drafting = False
+        for stream, job in jobs:
+            if job.token is not None:
+                stream.drafting = False
             if not stream.removed:
                 # The drafter's context has a hole: it starts anew with what comes next.
                 stream.sequence.attach_drafter(self._first_draft_slot + stream.sequence.slot)
 
-    def _fail(self, streams: list[Stream], reason: str) -> None:
+    def _fail(self, streams: list[Stream], error: Exception) -> None:
         for stream in streams:
             self._remove(stream)
-            stream.deliver(NotReady(reason))
+            stream.deliver(error)
 
     def _close(self) -> None:
         self._closed = True
-        self._fail(list(self.streams), "the Verifier of this request was closed")
+        self._fail(list(self.streams), ReplicaLost(f"{self.replica_id} was closed"))
 
 
 def _owned(features: Features) -> Features:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 
 import ray
 from ray.actor import ActorClass, ActorHandle
@@ -11,7 +12,11 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from deployments.specs import ModelSpec
 
-NAMESPACE = "serve"
+logger = logging.getLogger("ray.serve")
+
+# Not Serve's own: its controller, when it recovers, takes the actors there for its replicas.
+NAMESPACE = "dflash"
+PING_TIMEOUT_S = 10.0
 
 
 class WorkerGroup:
@@ -20,12 +25,16 @@ class WorkerGroup:
     Attributes:
         names: actor names in rank order; `ray.get_actor(name, namespace=NAMESPACE)` finds them.
         pids: process ids in rank order.
+        lost: done, with the RayActorError as its exception, as soon as a worker has died.
     """
 
     def __init__(self, names: list[str], workers: list[ActorHandle], pids: list[int]) -> None:
         self.names = names
         self.pids = pids
         self._workers = workers
+        self.lost = asyncio.ensure_future(self._first_death())
+        self.lost.add_done_callback(self._report_death)
+        self._killed = False
 
     @classmethod
     async def start(cls, worker_class: ActorClass, spec: ModelSpec, owner: str) -> WorkerGroup:
@@ -58,12 +67,23 @@ class WorkerGroup:
         return cls(names, workers, list(pids))
 
     async def check(self) -> None:
-        """Raises RayActorError when a worker is dead, TimeoutError when one does not answer."""
-        async with asyncio.timeout(10):
+        """Raises RayActorError when a worker is dead, TimeoutError when one does not answer, and
+        RayTaskError (StuckStep) when one does, but does not get through its step."""
+        if self.lost.done():
+            self.lost.result()
+        async with asyncio.timeout(PING_TIMEOUT_S):
             await asyncio.gather(*(worker.ping.remote() for worker in self._workers))
+
+    async def _first_death(self) -> None:
+        await asyncio.gather(*(worker.live.remote() for worker in self._workers))
+
+    def _report_death(self, lost: asyncio.Future) -> None:
+        if not lost.cancelled() and not self._killed:
+            logger.error("a worker has died: %s", lost.exception())
 
     def kill(self) -> None:
         """End all workers at once."""
+        self._killed = True
         for worker in self._workers:
             ray.kill(worker)
 

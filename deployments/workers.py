@@ -6,12 +6,16 @@ import importlib
 import logging
 import os
 import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import ray
 import torch
 from ray.dag import DAGContext
 
 from deployments import channel_wait
+from deployments.graph import STEP_TIMEOUT_S
 from deployments.specs import DrafterSpec, ModelSpec, VerifierSpec
 from dflash_core.checkpoint import resolve
 from dflash_core.messages import DraftPlan, DraftResult, VerifyPlan, VerifyResult
@@ -19,12 +23,17 @@ from dflash_core.parallel import TensorParallel
 from dflash_core.runtime import DTYPES, join_group, open_store
 from dflash_core.target_runner import TargetRunner
 
-# One compiled graph keeps one thread of this group busy, so this is the number of Routers that
-# can drive a worker at the same time. Only the class decorator accepts it.
-MAX_ROUTERS = 4
-CONCURRENCY = {"_ray_system": MAX_ROUTERS}
+# One compiled graph keeps one thread of "_ray_system" busy, so this is the number of Routers that
+# can drive a worker in its life, less those that ended in order: one that was killed leaves its
+# thread behind, asleep. Only the class decorator accepts it.
+MAX_ROUTERS = 16
+CONCURRENCY = {"_ray_system": MAX_ROUTERS, "life": 1}
 
 logger = logging.getLogger("ray.serve")
+
+
+class StuckStep(Exception):
+    """A step has been running for longer than any Router waits for one."""
 
 
 class Rank:
@@ -39,6 +48,7 @@ class Rank:
         DAGContext.get_current().buffer_size_bytes = spec.channel_bytes if rank == 0 else 1 << 20
         # Graphs of several Routers run in threads of their own; the caches have one owner then.
         self.lock = threading.Lock()
+        self.step_began: float | None = None
 
     def store_port(self) -> int:
         """Where the other ranks rendezvous (0 for a single rank)."""
@@ -51,9 +61,27 @@ class Rank:
         self.runner.warm_up()
         return os.getpid()
 
+    @contextmanager
+    def step(self) -> Iterator[None]:
+        """Around the model's work."""
+        with self.lock:
+            self.step_began = time.monotonic()
+            try:
+                yield
+            finally:
+                self.step_began = None
+
     def ping(self) -> int:
-        """Answers while the process lives, also during a step."""
+        """The process id, also during a step. Raises StuckStep when that does not end."""
+        began = self.step_began
+        if began is not None and time.monotonic() - began > STEP_TIMEOUT_S:
+            raise StuckStep(f"rank {self.rank}: a step runs for over {STEP_TIMEOUT_S:.0f} s")
         return os.getpid()
+
+    @ray.method(concurrency_group="life")
+    def live(self) -> None:
+        """Never returns: whoever waits for it learns at once that the process has died."""
+        threading.Event().wait()
 
 
 class VerifierRank(Rank):
@@ -73,7 +101,7 @@ class VerifierRank(Rank):
 
     def verify(self, plan: VerifyPlan) -> VerifyResult | None:
         """One step. Every rank takes part, rank 0 answers."""
-        with self.lock:
+        with self.step():
             result = self.runner.verify(plan)
         return result if self.rank == 0 else None
 
@@ -101,7 +129,7 @@ class DrafterRank(Rank):
 
     def draft(self, plan: DraftPlan) -> DraftResult | None:
         """One step. Every rank takes part, rank 0 answers."""
-        with self.lock:
+        with self.step():
             result = self.runner.draft(plan)
         return result if self.rank == 0 else None
 

@@ -44,7 +44,7 @@ class Sequence:
 
     Args:
         prompt: token ids.
-        slot: in the target's cache.
+        slot: in the target's cache; -1 = it has none yet.
         stopping: decides, on accepted tokens, where the output ends; of its request are also the
             sampling parameters and the prompt proper, which may be shorter than `prompt` where
             output of before is computed again.
@@ -52,7 +52,7 @@ class Sequence:
     """
 
     def __init__(
-        self, prompt: list[int], *, slot: int, stopping: Stopping, max_model_len: int
+        self, prompt: list[int], *, slot: int = -1, stopping: Stopping, max_model_len: int
     ) -> None:
         self.tokens = list(prompt)
         self.slot = slot
@@ -68,6 +68,15 @@ class Sequence:
         self.prompt = stopping.request.prompt_token_ids
         self.sampling = stopping.request.sampling
         self._context: list[ContextPiece] = []
+
+    def in_slot(self, slot: int) -> Sequence:
+        """The same request in an empty slot of any target: it goes on where this one stands, once
+        the prompt and what followed it has been computed there."""
+        sequence = Sequence(
+            self.tokens, slot=slot, stopping=self.stopping, max_model_len=self.max_model_len
+        )
+        sequence.statistics = self.statistics
+        return sequence
 
     @property
     def prefilling(self) -> bool:

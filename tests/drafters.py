@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -41,6 +42,17 @@ class RecordingDrafter(DrafterRunner):
         if len(plan.tokens) and plan.slots[0] < self.shapes.num_slots:
             with self.record.open("a") as file:
                 file.writelines(json.dumps(drafts) + "\n" for drafts in result.tokens)
+        return result
+
+
+class NonsenseDrafter(DrafterRunner):
+    """Proposes tokens that do not exist."""
+
+    def draft(self, plan: DraftPlan) -> DraftResult:
+        result = super().draft(plan)
+        if len(plan.tokens) and plan.slots[0] < self.shapes.num_slots:
+            nonsense = [[10**6] * plan.num_drafts for _ in result.tokens]
+            return replace(result, tokens=nonsense)
         return result
 
 

@@ -11,6 +11,7 @@ import contextlib
 import time
 import uuid
 from collections.abc import AsyncGenerator, Sequence
+from dataclasses import asdict
 from typing import Any, Protocol
 
 from fastapi import FastAPI, Request
@@ -32,6 +33,7 @@ from deployments.api.openai_protocol import ChatCompletionRequest, CompletionReq
 from deployments.api.prompts import check_model, encode, render
 from deployments.api.request_id import RequestId
 from deployments.api.tokenization_api import tokenization_routes
+from deployments.health import Health
 from dflash_core.request import GenerationOutput, GenerationRequest
 
 OWNER = "dflash"
@@ -64,8 +66,8 @@ class Engine(Protocol):
         frees everything the request holds. Raises an ApiError, e.g. QueueFull, before the first."""
         ...
 
-    async def health(self) -> str | None:
-        """None when requests can be served, else the reason why not."""
+    async def health(self) -> Health:
+        """Whether requests can be served, and how well."""
         ...
 
     async def stats(self) -> dict[str, Any]:
@@ -157,10 +159,10 @@ def create_api(
 
     @app.get("/health")
     async def health() -> JSONResponse:
-        reason = await engine.health()
-        if reason is not None:
-            raise NotReady(reason)
-        return JSONResponse({"status": "ready"})
+        health = await engine.health()
+        if health.status == "unavailable":
+            raise NotReady(health.reason or "not ready")
+        return JSONResponse(asdict(health))
 
     @app.get("/stats")
     async def stats() -> JSONResponse:

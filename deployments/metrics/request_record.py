@@ -107,7 +107,9 @@ class RequestRecord:
         self._statistics: dict[str, Any] | None = None
 
     def admitted(self) -> None:
-        """The request has its slot."""
+        """The request has its slot (the first, should it need another one later)."""
+        if self._admitted is not None:
+            return
         self._admitted = self._clock()
         self._figures.queue_seconds += self._admitted - self._arrived
 

@@ -541,7 +541,7 @@ def test_counters_survive_the_loss_of_both_models(app: Application) -> None:
         os.kill(pid, signal.SIGKILL)
     deadline = time.monotonic() + 60
     lost = False
-    while not lost or app.http.get("/health").status_code != 200:
+    while not lost or app.http.get("/health").json().get("status") != "ready":
         assert time.monotonic() < deadline
         samples = series(scrape(app))
         lost = lost or samples["dflash:verifiers"] == 0

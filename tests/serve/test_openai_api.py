@@ -18,6 +18,7 @@ import uvicorn
 
 from deployments.api.errors import NotReady, QueueFull
 from deployments.api.openai_api import create_api
+from deployments.health import Health
 from dflash_core.request import GenerationOutput, GenerationRequest, TokenLogprobs
 from dflash_core.stopping import Stopping
 
@@ -39,7 +40,7 @@ class FakeEngine:
     fail_before: Exception | None = None
     fail_after: tuple[int, Exception] | None = None
     hang_after: int | None = None
-    not_ready: str | None = None
+    current_health: Health = Health("ready")
     statistics: dict[str, Any] | None = None
     sampling_defaults: dict[str, float] = field(default_factory=dict)
     all_greedy: bool = False
@@ -87,7 +88,7 @@ class FakeEngine:
             self.closed.set()
 
     async def health(self):
-        return self.not_ready
+        return self.current_health
 
     async def stats(self):
         return {"drafts": 7}
@@ -282,9 +283,11 @@ class TestAnswers:
         assert "gpt-4" in assert_error(call("GET", "/v1/models/gpt-4"), 404, "model")
 
     def test_health_and_stats(self, call, engine):
-        assert call("GET", "/health").status_code == 200
+        assert call("GET", "/health").json() == {"status": "ready", "reason": None}
         assert call("GET", "/stats").json() == {"drafts": 7}
-        engine.not_ready = "the verifier is loading"
+        engine.current_health = Health("degraded", "no drafter")
+        assert call("GET", "/health").json() == {"status": "degraded", "reason": "no drafter"}
+        engine.current_health = Health("unavailable", "the verifier is loading")
         response = call("GET", "/health")
         assert assert_error(response, 503) == "the verifier is loading"
         assert response.headers["retry-after"]
