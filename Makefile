@@ -23,7 +23,7 @@ export PIP_DISABLE_PIP_VERSION_CHECK ?= 1
 
 .PHONY: serve test setup clean
 
-serve: setup
+serve: $(INSTALLED)
 	@exec $(BIN)/python -m deployments.serve $(CONFIG) $(if $(PORT),--port $(PORT))
 
 test: setup

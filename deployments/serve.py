@@ -1,7 +1,8 @@
 """`serve run` of a config file, plus what it lacks: another port, and word of when it is ready.
 
 `python -m deployments.serve CONFIG [--port N]` runs in the foreground. It says where the server
-listens once it answers, and ends with status 1 if the application cannot be deployed.
+listens once it answers. It ends with status 1 if the file is wrong, which it says before it starts
+anything, or if the application cannot be deployed.
 """
 
 from __future__ import annotations
@@ -21,8 +22,10 @@ import ray
 import typer
 import yaml
 from ray import serve
-from ray.serve.schema import ApplicationStatus
+from ray.serve.schema import ApplicationStatus, ApplicationStatusOverview
 from ray.serve.scripts import run as serve_run
+
+from deployments.config_file import ConfigFileError, check_applications, read_config
 
 POLL_SECONDS = 0.5
 ANSWER_SECONDS = 5.0
@@ -33,11 +36,16 @@ def main(
     port: Annotated[int | None, typer.Option(min=1, max=65535, help="Overrides its port")] = None,
 ) -> None:
     """Run CONFIG with Ray Serve and announce when it is ready."""
-    description: dict[str, Any] = yaml.safe_load(config.read_text(encoding="utf-8"))
-    http = description.setdefault("http_options", {})
-    if port is not None:
-        http["port"] = port
-    _require_free_port(http)
+    # A shell that starts this in the background has it ignore Ctrl-C's signal; nothing else would
+    # end it in order then.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        description = read_config(config, port)
+        _require_free_port(description["http_options"])
+        check_applications(description)
+    except ConfigFileError as error:
+        typer.echo(f"{config}: {error}", err=True)
+        raise typer.Exit(1) from None
     failed = threading.Event()
     watcher = threading.Thread(target=_announce, args=(description, failed), daemon=True)
     with tempfile.NamedTemporaryFile("w", suffix=f"-{config.name}") as effective:
@@ -52,21 +60,23 @@ def main(
 
 
 def _require_free_port(http: dict[str, Any]) -> None:
-    host, port = http.setdefault("host", "127.0.0.1"), http.setdefault("port", 8000)
+    host, port = http["host"], http["port"]
     with socket.socket() as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
             probe.bind((host, port))
         except OSError as error:
-            typer.echo(f"{host}:{port} cannot be used ({error.strerror}); choose another PORT")
-            raise typer.Exit(1) from error
+            raise ConfigFileError(
+                f"{host}:{port} cannot be used ({error.strerror}); choose another PORT"
+            ) from error
 
 
 def _announce(description: dict[str, Any], failed: threading.Event) -> None:
     """Wait until the server answers and say so; if it cannot be deployed, interrupt the run."""
-    http = description["http_options"]
-    url = f"http://{http['host']}:{http['port']}"
-    while not _answers(f"{url}/health"):
+    http, application = description["http_options"], description["applications"][0]
+    prefix = (application.get("route_prefix") or "/").rstrip("/")
+    url = f"http://{http['host']}:{http['port']}{prefix}"
+    while not (_is_running() and _answers(f"{url}/health")):
         reason = _failure()
         if reason:
             print(f"\nThe application cannot be deployed: {reason}", flush=True)
@@ -74,7 +84,8 @@ def _announce(description: dict[str, Any], failed: threading.Event) -> None:
             os.kill(os.getpid(), signal.SIGINT)
             return
         time.sleep(POLL_SECONDS)
-    arguments = description["applications"][0].get("args", {})
+    time.sleep(POLL_SECONDS)  # Ray is a moment late with what the replicas have logged
+    arguments = application.get("args", {})
     model = arguments.get("served_model_name") or arguments.get("target", {}).get("model")
     print(
         f"\nListening on {url} (model {model}). Try:\n"
@@ -85,6 +96,12 @@ def _announce(description: dict[str, Any], failed: threading.Event) -> None:
     )
 
 
+def _is_running() -> bool:
+    """Whether all deployments have their replicas; before that, asking them is just noise."""
+    statuses = [application.status for application in _applications().values()]
+    return bool(statuses) and all(status == ApplicationStatus.RUNNING for status in statuses)
+
+
 def _answers(url: str) -> bool:
     try:
         with urllib.request.urlopen(url, timeout=ANSWER_SECONDS) as response:
@@ -93,15 +110,18 @@ def _answers(url: str) -> bool:
         return False
 
 
+def _applications() -> dict[str, ApplicationStatusOverview]:
+    if not ray.is_initialized():  # asking Serve now would start a cluster
+        return {}
+    try:
+        return serve.status().applications
+    except Exception:  # Serve is not up yet; Ray has no narrower way to tell
+        return {}
+
+
 def _failure() -> str | None:
     """Why the deployment failed for good, if it did."""
-    if not ray.is_initialized():  # asking Serve now would start a cluster
-        return None
-    try:
-        applications = serve.status().applications
-    except Exception:  # Serve is not up yet; Ray has no narrower way to tell
-        return None
-    for application in applications.values():
+    for application in _applications().values():
         if application.status == ApplicationStatus.DEPLOY_FAILED:
             causes = [  # the last line of each traceback; Ray has logged the rest
                 f"\n  {name}: {item.message.strip().splitlines()[-1]}"
