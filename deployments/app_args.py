@@ -77,6 +77,7 @@ class AppArgs(Strict):
     api_key_file: str | None = Field(
         None, description="file on the Router's node with API keys, one a line"
     )
+    max_body_bytes: int = Field(4 << 20, ge=1, description="larger request bodies answer 413")
     cors_allow_origins: list[str] = Field(
         default_factory=list, description='origins whose web pages may use the API; "*" = all'
     )

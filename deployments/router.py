@@ -50,10 +50,12 @@ class RouterReplica:
         groups = speculation.pipeline_groups if speculation else 1
         self.api_keys = load_api_keys(args.api_key_env, args.api_key_file)
         self.cors_allow_origins = args.cors_allow_origins
+        self.max_body_bytes = args.max_body_bytes
         self.tokenizer = load_tokenizer(folder)
         self.model_name = args.served_model_name or args.target.model
         self.model_root = str(folder)
         self.max_model_len = args.max_model_len
+        self.max_token_chars = max(map(len, self.tokenizer.get_vocab()))
         self.vocab_size = target.vocab_size
         self.sampling_defaults = load_sampling_defaults(folder)
         self.all_greedy = args.all_greedy
@@ -90,6 +92,7 @@ class RouterReplica:
             echo_request_id=False,
             api_keys=self.api_keys,
             cors_allow_origins=self.cors_allow_origins,
+            max_body_bytes=self.max_body_bytes,
         )
 
     def generate(self, request: GenerationRequest) -> AsyncGenerator[GenerationOutput, None]:

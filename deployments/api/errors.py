@@ -76,6 +76,19 @@ class ModelNotFound(ApiError):
     code = "model_not_found"
 
 
+class BodyTooLarge(ApiError):
+    """More bytes than this server reads."""
+
+    status = 413
+    type = "invalid_request_error"
+
+    def __init__(self, max_bytes: int) -> None:
+        super().__init__(
+            f"The body is larger than {max_bytes} bytes, the most that this server reads "
+            "(max_body_bytes)."
+        )
+
+
 class QueueFull(ApiError):
     """Too many requests wait already."""
 

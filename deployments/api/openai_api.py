@@ -24,6 +24,7 @@ from starlette.middleware.cors import CORSMiddleware
 from deployments import __version__
 from deployments.api.answer import Answer, ChatAnswer, CompletionAnswer
 from deployments.api.api_key import RequireApiKey
+from deployments.api.body_limit import BodyLimit
 from deployments.api.error_responses import EXCEPTION_HANDLERS, InternalErrors
 from deployments.api.errors import InternalError, NotReady
 from deployments.api.event_stream import ClientGone, EventStream, unless_client_leaves
@@ -37,6 +38,7 @@ from deployments.health import Health
 from dflash_core.request import GenerationOutput, GenerationRequest
 
 OWNER = "dflash"
+MAX_BODY_BYTES = 4 << 20
 CLIENT_CLOSED_REQUEST = 499  # nobody reads it; access logs do
 
 
@@ -48,6 +50,7 @@ class Engine(Protocol):
         model_name: the id clients use.
         model_root: what the tokenizer can be loaded from: a hub id or a folder.
         max_model_len: most tokens of prompt and output together.
+        max_token_chars: of the longest token: a longer text has more than one.
         vocab_size: rows of the target's embedding; token ids are below it.
         sampling_defaults: sampling parameters that hold where a request leaves them out.
         all_greedy: the engine serves nothing but the argmax of the logits.
@@ -57,6 +60,7 @@ class Engine(Protocol):
     model_name: str
     model_root: str
     max_model_len: int
+    max_token_chars: int
     vocab_size: int
     sampling_defaults: dict[str, float]
     all_greedy: bool
@@ -85,6 +89,7 @@ def create_api(
     echo_request_id: bool = True,
     api_keys: Sequence[str] = (),
     cors_allow_origins: Sequence[str] = (),
+    max_body_bytes: int = MAX_BODY_BYTES,
 ) -> FastAPI:
     """The application.
 
@@ -94,6 +99,7 @@ def create_api(
             header itself: clients would see it twice.
         api_keys: any of them is required, see RequireApiKey; none = no key is asked for.
         cors_allow_origins: origins whose pages may call the API from a browser, "*" = all.
+        max_body_bytes: larger bodies are refused.
     """
     app = FastAPI(title="DFlash", description="Speculative decoding behind the OpenAI API")
     started = int(time.time())
@@ -103,7 +109,7 @@ def create_api(
         check_model(engine.model_name, body.model)
         special = body.add_special_tokens is not False
         prompts = [
-            await encode(engine.tokenizer, prompt, "prompt", add_special_tokens=special)
+            await encode(engine, prompt, "prompt", add_special_tokens=special)
             if isinstance(prompt, str)
             else prompt
             for prompt in body.prompts
@@ -118,7 +124,7 @@ def create_api(
         check_model(engine.model_name, body.model)
         text = await render(engine.tokenizer, body.messages, body.chat_template_kwargs)
         special = body.add_special_tokens is True  # the template writes them, as a rule
-        prompt = await encode(engine.tokenizer, text, "messages", add_special_tokens=special)
+        prompt = await encode(engine, text, "messages", add_special_tokens=special)
         max_tokens = body.max_completion_tokens or body.max_tokens
         requests = generation_requests(engine, [prompt], body, "messages", max_tokens)
         name = answer_id("chatcmpl", request)
@@ -179,6 +185,7 @@ def create_api(
     app.include_router(tokenization_routes(engine))
     app.exception_handlers.update(EXCEPTION_HANDLERS)
     app.add_middleware(InternalErrors)
+    app.add_middleware(BodyLimit, max_bytes=max_body_bytes)
     if api_keys:
         app.add_middleware(RequireApiKey, api_keys=api_keys)
     if cors_allow_origins:

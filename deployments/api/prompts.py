@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-from typing import Any
+from typing import Any, Protocol
 
-from deployments.api.errors import InvalidRequest, ModelNotFound
+from deployments.api.errors import ContextLengthExceeded, InvalidRequest, ModelNotFound
 from deployments.api.openai_protocol import Message
 
 RESERVED_TEMPLATE_KWARGS = {"conversation", "tokenize", "chat_template", "return_dict", "messages"}
@@ -19,10 +19,46 @@ def check_model(served: str, model: str | None) -> None:
         )
 
 
-async def encode(tokenizer: Any, text: str, param: str, *, add_special_tokens: bool) -> list[int]:
-    """Token ids of `text`. Raises InvalidRequest, naming the field `param`."""
+class TextLimits(Protocol):
+    """What texts are turned into token ids with.
 
-    # In a thread: tokenising a long prompt must not hold up everybody else's stream.
+    Attributes:
+        tokenizer: a `transformers` fast tokenizer.
+        max_model_len: most tokens of prompt and output together.
+        max_token_chars: of the longest token.
+    """
+
+    tokenizer: Any
+    max_model_len: int
+    max_token_chars: int
+
+
+async def encode(
+    limits: TextLimits, text: str, param: str, *, add_special_tokens: bool
+) -> list[int]:
+    """Token ids of a prompt. A text that has too many of them in any case, which takes long to
+    find out, is refused unseen.
+
+    Raises:
+        ContextLengthExceeded, InvalidRequest: naming the field `param`.
+    """
+    most = limits.max_model_len * limits.max_token_chars
+    if len(text) > most:
+        raise ContextLengthExceeded(
+            f"This model's maximum context length is {limits.max_model_len} tokens. However, your "
+            f"prompt has {len(text)} characters, which is more than {most}, the most that so many "
+            "tokens can have. Please reduce the length of the input prompt.",
+            param=param,
+        )
+    return await encode_any(limits.tokenizer, text, param, add_special_tokens=add_special_tokens)
+
+
+async def encode_any(
+    tokenizer: Any, text: str, param: str, *, add_special_tokens: bool
+) -> list[int]:
+    """Token ids of a text of any length. Raises InvalidRequest, naming the field `param`."""
+
+    # In a thread: tokenising a long text must not hold up everybody else's stream.
     def work() -> list[int]:
         return tokenizer.encode(text, add_special_tokens=add_special_tokens)
 

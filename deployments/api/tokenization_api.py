@@ -10,7 +10,7 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from deployments.api.errors import InvalidRequest
 from deployments.api.openai_protocol import Message, TokenId
-from deployments.api.prompts import check_model, encode, render
+from deployments.api.prompts import check_model, encode_any, render
 
 if TYPE_CHECKING:
     from deployments.api.openai_api import Engine
@@ -75,7 +75,7 @@ def tokenization_routes(engine: Engine) -> APIRouter:
                 kwargs["add_generation_prompt"] = body.add_generation_prompt
             text, param = await render(engine.tokenizer, body.messages, kwargs), "messages"
             special = body.add_special_tokens is True  # the template writes them, as a rule
-        tokens = await encode(engine.tokenizer, text, param, add_special_tokens=special)
+        tokens = await encode_any(engine.tokenizer, text, param, add_special_tokens=special)
         strings = engine.tokenizer.convert_ids_to_tokens(tokens) if body.return_token_strs else None
         return TokenizeResponse(
             count=len(tokens),

@@ -51,6 +51,7 @@ class FakeEngine:
     model_name = MODEL
     model_root = "some/folder"
     max_model_len = 128
+    max_token_chars = 81
     vocab_size = 49152
 
     async def generate(self, request):

@@ -297,3 +297,34 @@ def test_keys_and_cors_behind_serves_proxy(
         assert app.http.options("/v1/completions", headers=preflight).status_code == 200
         app.http.headers["Authorization"] = f"Bearer {KEY}"
         assert app.stats()["requests"] == {"running": 0, "waiting": 0}
+
+
+class TestTooLarge:
+    def test_a_text_that_cannot_fit_is_not_even_tokenised(self, call, engine, monkeypatch):
+        monkeypatch.setattr(engine, "tokenizer", None)
+        text = "a" * (engine.max_model_len * engine.max_token_chars + 1)
+        response = call("POST", "/v1/completions", json={"prompt": text})
+        assert "10369 characters" in assert_error(response, 400, "prompt")
+        assert response.json()["error"]["code"] == "context_length_exceeded"
+
+    @pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions", "/tokenize"])
+    def test_a_large_body_is_refused(self, call, engine, path):
+        body = json.dumps({"prompt": "a" * 2000}).encode()
+        response = call("POST", path, api={"max_body_bytes": 1000}, content=body)
+        assert "max_body_bytes" in assert_error(response, 413)
+        assert engine.requests == []
+
+    def test_a_large_body_that_does_not_say_so_is_refused(self, call):
+        async def pieces():
+            for _ in range(20):
+                yield b" " * 100
+
+        response = call("POST", "/tokenize", api={"max_body_bytes": 1000}, content=pieces())
+        assert "max_body_bytes" in assert_error(response, 413)
+
+    def test_a_body_of_just_that_size_is_read(self, call):
+        body = json.dumps({"prompt": "Hi"}).encode()
+        headers = {"Content-Type": "application/json"}
+        api = {"max_body_bytes": len(body)}
+        response = call("POST", "/tokenize", api=api, content=body, headers=headers)
+        assert response.status_code == 200
