@@ -69,9 +69,13 @@ def build(args: AppArgs) -> Application:
     )
     verifier = Verifier.options(
         max_ongoing_requests=args.max_num_seqs + args.max_queued_requests,
+        graceful_shutdown_timeout_s=args.drain_timeout_s,
         **replica_options(args.target),
     ).bind(verifier_spec)
-    router = Router.options(ray_actor_options={"num_cpus": CONTROL_CPUS})
+    router = Router.options(
+        graceful_shutdown_timeout_s=args.drain_timeout_s,
+        ray_actor_options={"num_cpus": CONTROL_CPUS},
+    )
     if speculation is None:
         return router.bind(args, verifier_spec, verifier)
     draft_shapes = args.shapes(args.max_num_seqs * speculation.verifiers_per_drafter)

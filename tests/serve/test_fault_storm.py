@@ -6,13 +6,10 @@ everything took to recover.
 
 from __future__ import annotations
 
-import asyncio
-import json
 import os
 import random
 import signal
 import statistics
-import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -23,6 +20,7 @@ import httpx
 import pytest
 
 from tests.serve.application import Application, application, idle
+from tests.serve.load import Load
 from tests.serve.tiny_pair import MAX_MODEL_LEN, Tiny, prompt_of
 
 STREAMS = 16
@@ -46,61 +44,6 @@ def app(http_port: int, tiny: Tiny) -> Iterator[Application]:
 def expected(tiny: Tiny) -> dict[int, list[int]]:
     """Prompt length to what the target alone says."""
     return {n: tiny.continuation(prompt_of(n), MAX_TOKENS) for n in range(5, 5 + STREAMS)}
-
-
-class Load:
-    """Streams that follow each other at a constant concurrency until they are told to stop."""
-
-    def __init__(self, app: Application, expected: dict[int, list[int]]) -> None:
-        self.app = app
-        self.expected = expected
-        self.finished = 0
-        self.wrong: list[Any] = []
-        self._stop = threading.Event()
-        self._thread = threading.Thread(target=lambda: asyncio.run(self._run()))
-
-    def __enter__(self) -> Load:
-        self._thread.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._stop.set()
-        self._thread.join()
-
-    async def _run(self) -> None:
-        limits = httpx.Limits(max_connections=STREAMS)
-        async with httpx.AsyncClient(
-            base_url=self.app.base_url, timeout=300, limits=limits
-        ) as client:
-            await asyncio.gather(*(self._repeat(client, n) for n in self.expected))
-
-    async def _repeat(self, client: httpx.AsyncClient, length: int) -> None:
-        while not self._stop.is_set():
-            try:
-                ids = await self._stream(client, length)
-            except Exception as error:
-                self.wrong.append(repr(error))
-            else:
-                self.finished += 1
-                if ids != self.expected[length]:
-                    self.wrong.append((length, ids))
-
-    async def _stream(self, client: httpx.AsyncClient, length: int) -> list[int]:
-        body = {
-            "prompt": prompt_of(length),
-            "max_tokens": MAX_TOKENS,
-            "temperature": 0,
-            "ignore_eos": True,
-            "stream": True,
-            "return_token_ids": True,
-        }
-        ids: list[int] = []
-        async with client.stream("POST", "/v1/completions", json=body) as response:
-            response.raise_for_status()
-            async for line in response.aiter_lines():
-                if line.startswith("data: {"):
-                    ids += json.loads(line.removeprefix("data: "))["choices"][0]["token_ids"]
-        return ids
 
 
 def workers(stats: dict[str, Any], group: str) -> list[int]:
