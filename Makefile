@@ -19,6 +19,9 @@ export RAY_USAGE_STATS_ENABLED ?= 0
 export RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO ?= 0
 # Ray would run its workers at niceness 15, behind everything else on the machine.
 export RAY_worker_niceness ?= 0
+# Autoscaling (configs/autoscale.yaml) would hear of the load every ten seconds only.
+export RAY_SERVE_REPLICA_AUTOSCALING_METRIC_PUSH_INTERVAL_S ?= 1
+export RAY_SERVE_HANDLE_AUTOSCALING_METRIC_PUSH_INTERVAL_S ?= 1
 export HF_HUB_DISABLE_TELEMETRY ?= 1
 export PIP_DISABLE_PIP_VERSION_CHECK ?= 1
 
