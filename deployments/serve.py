@@ -27,7 +27,7 @@ from ray.serve.scripts import run as serve_run
 
 from deployments.config_file import ConfigFileError, check_applications, read_config
 
-POLL_SECONDS = 0.5
+POLL_SECONDS = 1.0
 ANSWER_SECONDS = 5.0
 
 
