@@ -172,7 +172,23 @@ class Answer(ABC):
 
 
 class CompletionAnswer(Answer):
-    """For `/v1/completions`."""
+    """For `/v1/completions`.
+
+    Args:
+        echoed: the texts of the prompts where the client wants them ahead of the answers, else
+            empty.
+        others: as for every answer.
+    """
+
+    def __init__(self, *others: Any, echoed: list[str]) -> None:
+        super().__init__(*others)
+        self._echoed = echoed
+
+    def _echo(self, index: int) -> str:
+        """What goes before the text of a choice."""
+        if not self._echoed:
+            return ""
+        return self._echoed[index * len(self._echoed) // len(self._choices)]
 
     def _make_logprobs(
         self, index: int, names: TokenNames, token_ids: list[int], entries: list[TokenLogprobs]
@@ -187,15 +203,17 @@ class CompletionAnswer(Answer):
     ) -> BaseModel:
         choices: list[CompletionChoice] = []
         if output is not None:
-            options = self._streamed_fields(index, output)
-            options |= {} if self._choices[index].streamed else self._prompt_fields(index)
-            choices.append(StreamedCompletionChoice(text=output.text, **options))
+            options, text = self._streamed_fields(index, output), output.text
+            if not self._choices[index].streamed:
+                options |= self._prompt_fields(index)
+                text = self._echo(index) + text
+            choices.append(StreamedCompletionChoice(text=text, **options))
         return Completion(object="text_completion", choices=choices, **fields)
 
     def _make_whole(self, fields: dict[str, Any]) -> BaseModel:
         choices = [
             CompletionChoice(
-                text="".join(choice.texts),
+                text=self._echo(index) + "".join(choice.texts),
                 **self._whole_fields(index),
                 **self._prompt_fields(index),
             )

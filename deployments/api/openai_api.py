@@ -116,7 +116,13 @@ def create_api(
         ]
         requests = generation_requests(engine, prompts, body, "prompt", body.max_tokens)
         name = answer_id("cmpl", request)
-        answer = CompletionAnswer(name, engine.model_name, engine.tokenizer, prompts, body)
+        echoed = [
+            prompt if isinstance(prompt, str) else engine.tokenizer.decode(prompt)
+            for prompt in (body.prompts if body.echo else [])
+        ]
+        answer = CompletionAnswer(
+            name, engine.model_name, engine.tokenizer, prompts, body, echoed=echoed
+        )
         return await respond(requests, answer, body, request)
 
     @app.post("/v1/chat/completions", response_model=ChatCompletion)

@@ -137,8 +137,19 @@ class CompletionRequest(GenerationBody):
 
     prompt: str | list[TokenId] | list[str] | list[list[TokenId]]
     max_tokens: int | None = Field(16, ge=1)
+    echo: bool | None = None
     add_special_tokens: bool | None = None
     logprobs: NumLogprobs | None = None
+
+    @model_validator(mode="after")
+    def echo_no_logprobs(self) -> CompletionRequest:
+        if self.echo and self.logprobs is not None:
+            raise InvalidRequest(
+                "echo with logprobs is not supported by this server: it has no log probabilities "
+                "of prompts. Leave one of them out.",
+                param="echo",
+            )
+        return self
 
     @model_validator(mode="after")
     def limit_the_choices(self) -> CompletionRequest:

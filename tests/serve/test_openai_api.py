@@ -315,6 +315,31 @@ class TestAnswers:
         assert "/v1/chat/completions" in call("GET", "/openapi.json").json()["paths"]
 
 
+class TestEcho:
+    @pytest.mark.parametrize("stream", [False, True])
+    def test_the_prompt_goes_before_each_of_its_answers(self, complete, engine, tokenizer, stream):
+        prompts = ["One two", "Three"]
+        if stream:
+            ids = [tokenizer.encode(prompt) for prompt in prompts]
+            chunks = events(complete(prompt=ids, n=2, echo=True, stream=True))
+            texts = ["", "", "", ""]
+            for chunk in chunks[:-1]:
+                [choice] = chunk["choices"]
+                texts[choice["index"]] += choice["text"]
+        else:
+            answer = complete(prompt=prompts, n=2, echo=True).json()
+            texts = [choice["text"] for choice in answer["choices"]]
+            own = complete().json()["usage"]["completion_tokens"]
+            assert answer["usage"]["completion_tokens"] == 4 * own
+        plain = complete().json()["choices"][0]["text"]
+        assert texts == ["One two" + plain] * 2 + ["Three" + plain] * 2
+
+    def test_without_log_probabilities(self, complete, engine):
+        message = assert_error(complete(echo=True, logprobs=2), 400, "echo")
+        assert "log probabilities" in message
+        assert not engine.requests
+
+
 class TestWhatTheEngineIsAsked:
     def test_prompts(self, complete, engine, tokenizer):
         ids = tokenizer.encode("Hi there")
@@ -453,7 +478,7 @@ class TestBadRequests:
             ("prompt", "word " * 400),
             ("prompt", [5] * 128),
             ("best_of", 3),
-            ("echo", True),
+            ("echo", "yes"),
             ("suffix", "end"),
             ("logprobs", True),
             ("logprobs", 21),
