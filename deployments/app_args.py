@@ -42,6 +42,10 @@ class SpeculationArgs(WorkerArgs):
     drafter: str
     revision: str | None = None
     num_speculative_tokens: int = Field(..., ge=1, description="drafts per step (K)")
+    adaptive: bool = Field(
+        False,
+        description="verify fewer drafts, or none, where that is faster",
+    )
     verifiers_per_drafter: int = Field(1, ge=1, description="Verifier replicas that share one")
     draft_timeout_s: float = Field(
         0.5, gt=0, description="a request waits that long for drafts, then goes on without"
@@ -102,6 +106,8 @@ class AppArgs(Strict):
             num_drafts=self.num_drafts,
             prefill_chunk=self.prefill_chunk_size,
         )
+        adaptive = self.speculation is not None and self.speculation.adaptive
+        half = (self.num_drafts + 1) // 2 - 1
         batch, context = shapes.num_seqs_buckets, shapes.context_buckets
         if self.num_seqs_buckets is not None:
             batch = tuple(self.num_seqs_buckets)
@@ -115,4 +121,5 @@ class AppArgs(Strict):
             prefill_chunk=shapes.prefill_chunk,
             num_seqs_buckets=batch,
             context_buckets=context,
+            partial_drafts=(half,) if adaptive and half > 0 else (),
         )

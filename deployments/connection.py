@@ -17,8 +17,8 @@ WARM_UP_TIMEOUT_S = 120.0
 
 def open_verifier(
     description: ReplicaDescription, spec: VerifierSpec
-) -> tuple[ModelGraph[VerifyResult], Seconds, Seconds]:
-    """The graph, and the seconds of steps with one token and with a whole block per request.
+) -> tuple[ModelGraph[VerifyResult], dict[int, Seconds]]:
+    """The graph, and the seconds of decode steps by the tokens per request.
 
     Raises what ModelGraph and its `run` raise.
     """
@@ -26,17 +26,17 @@ def open_verifier(
     graph = ModelGraph[VerifyResult](description.workers, "verify", channel_bytes=spec.plan_bytes)
     with _closed_on_error(graph):
         graph.run(plans.scratch_verify_plan(shapes, 1, 1), WARM_UP_TIMEOUT_S)
-        plain, block = (
-            measure(
+        seconds = {
+            length: measure(
                 graph,
                 {
                     size: plans.scratch_verify_plan(shapes, size, length)
                     for size in shapes.num_seqs_buckets
                 },
             )
-            for length in (1, shapes.num_drafts + 1)
-        )
-    return graph, plain, block
+            for length in shapes.block_lengths
+        }
+    return graph, seconds
 
 
 def open_drafter(

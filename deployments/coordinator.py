@@ -251,6 +251,7 @@ class Coordinator:
             verifiers[loop.replica_id] = {
                 "running": len(loop.streams),
                 "drafter": loop.drafter.replica_id if loop.drafter is not None else None,
+                "num_drafts": loop.num_drafts,
                 "speculation": loop.statistics.as_dict(),
                 "verify": loop.stage.as_dict(),
             }

@@ -160,9 +160,10 @@ class DraftLoop:
         if not asked:
             return
         self._last_answer_s = time.monotonic() - first
-        self._reply(
-            [(*question, drafts) for question, drafts in zip(asked, result.tokens, strict=True)]
-        )
+        answers = [
+            (*question, drafts) for question, drafts in zip(asked, result.tokens, strict=True)
+        ]
+        self._reply(answers, self._last_answer_s)
 
     def _check(self, plan: DraftPlan, result: DraftResult) -> None:
         shape = [len(row) for row in result.tokens]
@@ -171,11 +172,13 @@ class DraftLoop:
         if not all(0 <= token < self.vocab_size for row in result.tokens for token in row):
             raise DrafterFault(f"a draft is outside the vocabulary of {self.vocab_size} tokens")
 
-    def _reply(self, answers: list[tuple[VerifyLoop, Stream, DraftJob, list[int]]]) -> None:
+    def _reply(
+        self, answers: list[tuple[VerifyLoop, Stream, DraftJob, list[int]]], seconds: float
+    ) -> None:
         for verifier in {answer[0] for answer in answers}:
             drafts = [
                 (stream, job.start, tokens)
                 for owner, stream, job, tokens in answers
                 if owner is verifier
             ]
-            verifier.drafted(self, drafts)
+            verifier.drafted(self, drafts, seconds)

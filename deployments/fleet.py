@@ -46,6 +46,7 @@ class Fleet:
         vocab_size: of the target.
         draft_timeout: seconds that a request waits for drafts.
         groups: see Scheduler.
+        adaptive: choose the number of drafts by what is fastest.
 
     Attributes:
         step_costs: measured on the replicas that were connected last.
@@ -61,6 +62,7 @@ class Fleet:
         vocab_size: int,
         draft_timeout: float,
         groups: int,
+        adaptive: bool,
     ) -> None:
         self._verifier_handle = verifiers
         self._drafter_handle = drafters
@@ -69,6 +71,7 @@ class Fleet:
         self._vocab_size = vocab_size
         self._draft_timeout = draft_timeout
         self._groups = groups
+        self._adaptive = adaptive
         self.verifiers: dict[str, VerifyLoop] = {}
         self.drafters: dict[str, DraftLoop] = {}
         self.descriptions: dict[str, ReplicaDescription] = {}
@@ -193,13 +196,14 @@ class Fleet:
             )
 
     def _open_verifier(self, description: ReplicaDescription) -> VerifyLoop:
-        graph, plain, block = open_verifier(description, self._verifier_spec)
-        self.step_costs = replace(self.step_costs, plain=plain, block=block)
+        graph, verify = open_verifier(description, self._verifier_spec)
+        self.step_costs = replace(self.step_costs, verify=verify)
         return VerifyLoop(
             description.replica_id,
             graph,
             self._verifier_spec.shapes,
             Scheduler(self._groups),
+            adaptive=self._adaptive,
             draft_timeout=self._draft_timeout,
             on_lost=lambda loop, reason: self._soon(self._lose_verifier, loop, reason),
         )
@@ -228,7 +232,8 @@ class Fleet:
             for drafter in sorted(sharing, key=sharing.__getitem__):
                 first_slot = await self._attach(drafter, verifier)
                 if first_slot is not None and not drafter.lost:
-                    await asyncio.wrap_future(verifier.attach(drafter, first_slot))
+                    attached = verifier.attach(drafter, first_slot, self.step_costs)
+                    await asyncio.wrap_future(attached)
                     break
 
     async def _attach(self, drafter: DraftLoop, verifier: VerifyLoop) -> int | None:

@@ -67,6 +67,7 @@ class RouterReplica:
             vocab_size=target.vocab_size,
             draft_timeout=speculation.draft_timeout_s if speculation else 0.0,
             groups=groups,
+            adaptive=speculation.adaptive if speculation else False,
         )
         self.coordinator = Coordinator(
             serve.get_replica_context().replica_id.to_full_id_str(),

@@ -17,12 +17,15 @@ class Scheduler:
         self.groups = groups
         self._prefilled_last = False
 
-    def next_batch(self, streams: list[Stream], now: float) -> list[Stream]:
+    def next_batch(
+        self, streams: list[Stream], now: float, *, drafting: bool = True
+    ) -> list[Stream]:
         """The streams of the next step, all prefilling (one) or all decoding; [] = nothing ready.
 
         Args:
             streams: running requests, oldest first.
             now: `time.monotonic()`.
+            drafting: False while nobody asks the drafter; there is no use for groups then.
         """
         prefilling = [stream for stream in streams if stream.sequence.prefilling]
         decoding = [stream for stream in streams if not stream.sequence.prefilling]
@@ -32,7 +35,7 @@ class Scheduler:
             return prefilling[:1]
         self._prefilled_last = False
         speculating = any(stream.sequence.draft_slot is not None for stream in decoding)
-        if not speculating or self.groups == 1:
+        if not (speculating and drafting) or self.groups == 1:
             return ready
         # Those that waited longest first: a request's place in the list must not starve it.
         ready.sort(key=lambda stream: stream.last_step)

@@ -13,9 +13,11 @@ from dataclasses import replace
 import numpy as np
 
 from deployments.api.errors import InternalError
+from deployments.draft_length import DraftLength
 from deployments.draft_loop import DraftLoop
 from deployments.graph import STEP_TIMEOUT_S, ModelGraph, WorkerLost
 from deployments.metrics.stage import StageTimes
+from deployments.metrics.step_costs import StepCosts
 from deployments.replicas import ReplicaLost
 from deployments.scheduler import Scheduler
 from deployments.stream import Stream
@@ -26,6 +28,8 @@ from dflash_core.shapes import StaticShapes
 from dflash_core.statistics import AcceptanceStatistics
 
 logger = logging.getLogger("ray.serve")
+
+MIN_INJECTION = 32  # rows that are worth a step of a drafter that nobody asks for drafts
 
 
 class VerifyLoop:
@@ -40,6 +44,7 @@ class VerifyLoop:
         shapes: its static shapes.
         scheduler: chooses each step's requests.
         draft_timeout: seconds that a request waits for its drafts before it goes on without.
+        adaptive: verify as many drafts as are worth it, see DraftLength; else all of them.
         on_lost: called once, from this thread, when the Verifier is given up, with the reason if
             it lies there.
 
@@ -57,6 +62,7 @@ class VerifyLoop:
         scheduler: Scheduler,
         *,
         draft_timeout: float,
+        adaptive: bool,
         on_lost: Callable[[VerifyLoop, str | None], None],
     ) -> None:
         self.replica_id = replica_id
@@ -64,13 +70,16 @@ class VerifyLoop:
         self.shapes = shapes
         self.scheduler = scheduler
         self.draft_timeout = draft_timeout
+        self.adaptive = adaptive
         self.on_lost = on_lost
         self.streams: list[Stream] = []
         self.statistics = AcceptanceStatistics()
         self.stage = StageTimes()
         self.lost = False
         self.drafter: DraftLoop | None = None
+        self.draft_length: DraftLength | None = None
         self._first_draft_slot = 0
+        self._drafting = False
         self._closed = False
         self._calls: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._posting = threading.Lock()
@@ -88,27 +97,37 @@ class VerifyLoop:
         """Forget the stream, then call `then`: from there on no step touches its slot."""
         self._post(lambda: (self._remove(stream), then()))
 
-    def attach(self, drafter: DraftLoop, first_slot: int) -> Future[None]:
+    def attach(self, drafter: DraftLoop, first_slot: int, costs: StepCosts) -> Future[None]:
         """Speculate with this drafter, also for the requests that run already.
 
-        The future is done when the next step will.
+        The future is done when the next step will. `costs` are those of the two replicas.
         """
         attached: Future[None] = Future()
         attached.set_running_or_notify_cancel()  # from here on it cannot be cancelled any more
-        self._post(lambda: attached.set_result(self._attach(drafter, first_slot)))
+        self._post(lambda: attached.set_result(self._attach(drafter, first_slot, costs)))
         return attached
 
     def detach(self, drafter: DraftLoop) -> None:
         """Go on without this drafter."""
         self._post(lambda: self._detach(drafter))
 
-    def drafted(self, drafter: DraftLoop, drafts: list[tuple[Stream, int, list[int]]]) -> None:
-        """Take drafts: (stream, position of the token they follow, draft tokens)."""
-        self._post(lambda: self._drafted(drafter, drafts))
+    def drafted(
+        self, drafter: DraftLoop, drafts: list[tuple[Stream, int, list[int]]], seconds: float
+    ) -> None:
+        """Take drafts: (stream, position of the token they follow, draft tokens), which took so
+        long to make."""
+        self._post(lambda: self._drafted(drafter, drafts, seconds))
 
     def draft_failed(self, drafter: DraftLoop, jobs: list[tuple[Stream, DraftJob]]) -> None:
         """Take note that a draft step failed: what it was to inject is missing."""
         self._post(lambda: self._draft_failed(drafter, jobs))
+
+    @property
+    def num_drafts(self) -> int:
+        """Drafts per step at the moment."""
+        if self.drafter is None:
+            return 0
+        return self.draft_length.num_drafts if self.draft_length else self.shapes.num_drafts
 
     @property
     def ended(self) -> bool:
@@ -143,7 +162,7 @@ class VerifyLoop:
 
     def _turn(self) -> None:
         now = time.monotonic()
-        batch = self.scheduler.next_batch(self.streams, now)
+        batch = self.scheduler.next_batch(self.streams, now, drafting=self._drafting)
         if not batch:
             self._wait(now)
             return
@@ -184,8 +203,16 @@ class VerifyLoop:
         sequences = [stream.sequence for stream in batch]
         for stream in batch:
             stream.last_step = self.stage.steps
+        num_drafts = None
+        if self.draft_length is not None and not sequences[0].prefilling:
+            running = sum(not stream.sequence.prefilling for stream in self.streams)
+            num_drafts = self.draft_length.choose(running)
+            self._drafting = num_drafts > 0
         plan, blocks = plans.verify_plan(
-            sequences, self.shapes, with_features=self.drafter is not None
+            sequences,
+            self.shapes,
+            with_features=self.drafter is not None,
+            num_drafts=num_drafts,
         )
         began = time.monotonic()
         result = self.graph.run(plan, STEP_TIMEOUT_S)
@@ -200,6 +227,10 @@ class VerifyLoop:
             rows=sum(map(len, blocks)),
             feature_bytes=result.features.data.nbytes if result.features is not None else 0,
         )
+        if self.draft_length is not None and not plan.prefill:
+            self.draft_length.observe_verify(len(batch), plan.tokens.shape[1], received - began)
+            for block, emitted in zip(blocks, result.tokens, strict=True):
+                self.draft_length.observe_acceptance(len(block) - 1, len(emitted) - 1)
         outputs = plans.commit(sequences, blocks, result)
         del result
         self._request_drafts(batch)
@@ -217,7 +248,9 @@ class VerifyLoop:
             # One question at a time: until it is answered, features pile up in the sequence.
             if stream.sequence.finished or stream.drafting or stream.sequence.draft_slot is None:
                 continue
-            job = stream.sequence.take_draft_job()
+            if not self._drafting and stream.sequence.num_pending_features < MIN_INJECTION:
+                continue
+            job = stream.sequence.take_draft_job(drafting=self._drafting)
             if job is not None:
                 stream.drafting = job.token is not None
                 jobs.append((stream, job))
@@ -243,8 +276,11 @@ class VerifyLoop:
         if stream in self.streams:
             self.streams.remove(stream)
 
-    def _attach(self, drafter: DraftLoop, first_slot: int) -> None:
+    def _attach(self, drafter: DraftLoop, first_slot: int, costs: StepCosts) -> None:
         self.drafter, self._first_draft_slot = drafter, first_slot
+        self._drafting = True
+        if self.adaptive:
+            self.draft_length = DraftLength(self.shapes.block_lengths, costs, self.scheduler.groups)
         for stream in self.streams:
             stream.drafting = False
             stream.sequence.attach_drafter(first_slot + stream.sequence.slot)
@@ -252,14 +288,19 @@ class VerifyLoop:
     def _detach(self, drafter: DraftLoop) -> None:
         if self.drafter is not drafter:
             return
-        self.drafter = None
+        self.drafter = self.draft_length = None
+        self._drafting = False
         for stream in self.streams:
             stream.drafting = False
             stream.sequence.detach_drafter()
 
-    def _drafted(self, drafter: DraftLoop, drafts: list[tuple[Stream, int, list[int]]]) -> None:
+    def _drafted(
+        self, drafter: DraftLoop, drafts: list[tuple[Stream, int, list[int]]], seconds: float
+    ) -> None:
         if drafter is not self.drafter:
             return  # the answer of one that has been replaced
+        if self.draft_length is not None:
+            self.draft_length.observe_draft(len(drafts), seconds)
         late = []
         for stream, start, tokens in drafts:
             stream.drafting = False

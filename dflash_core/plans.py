@@ -12,24 +12,31 @@ from dflash_core.shapes import StaticShapes, bucket
 
 
 def verify_plan(
-    sequences: list[Sequence], shapes: StaticShapes, *, with_features: bool
+    sequences: list[Sequence],
+    shapes: StaticShapes,
+    *,
+    with_features: bool,
+    num_drafts: int | None = None,
 ) -> tuple[VerifyPlan, list[list[int]]]:
     """One step for these sequences, which must all be prefilling or all be decoding.
 
+    Args:
+        with_features: whether they have a drafter.
+        num_drafts: most drafts to verify of each; None = as many as the shapes allow.
+
     Returns:
-        The plan, and the unpadded blocks for `commit`. A decode plan without any draft has block
-        length 1, one with drafts the full `num_drafts + 1`.
+        The plan, and the unpadded blocks for `commit`. A decode plan has the smallest of the
+        shapes' block lengths that holds them.
     """
     prefill = sequences[0].prefilling
     assert all(sequence.prefilling == prefill for sequence in sequences)
-    blocks = [
-        sequence.next_block(shapes.num_drafts, shapes.prefill_chunk) for sequence in sequences
-    ]
+    most = shapes.num_drafts if num_drafts is None else num_drafts
+    blocks = [sequence.next_block(most, shapes.prefill_chunk) for sequence in sequences]
     lengths = np.array([len(block) for block in blocks], dtype=np.int32)
     if prefill:
         width = bucket(shapes.prefill_buckets, int(lengths.max()))
     else:
-        width = 1 if lengths.max() == 1 else shapes.num_drafts + 1
+        width = bucket(shapes.block_lengths, int(lengths.max()))
     tokens = np.zeros((len(blocks), width), dtype=np.int32)
     for row, block in zip(tokens, blocks, strict=True):
         row[: len(block)] = block

@@ -159,11 +159,17 @@ class Sequence:
             return replace(output, statistics=self.statistics.as_dict())
         return output
 
-    def take_draft_job(self) -> DraftJob | None:
+    @property
+    def num_pending_features(self) -> int:
+        """Committed tokens that the drafter has not been told of."""
+        return sum(piece.features.rows for piece in self._context)
+
+    def take_draft_job(self, *, drafting: bool = True) -> DraftJob | None:
         """Hand the not yet injected features to the drafter, and ask for drafts where they can be
-        used. None where there is nothing to do."""
+        used (and `drafting` says so). None where there is nothing to do."""
         assert self.draft_slot is not None
-        wants = not self.finished and not self.prefilling and self.draft_room > 0
+        room = not self.finished and not self.prefilling and self.draft_room > 0
+        wants = drafting and room
         if not wants and not self._context:
             return None
         context, self._context = tuple(self._context), []

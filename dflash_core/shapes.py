@@ -18,6 +18,7 @@ class StaticShapes:
         prefill_chunk: prompt tokens per prefill step.
         num_seqs_buckets: batch sizes of a decode step, ascending, the last >= num_slots.
         context_buckets: context lengths of attention, ascending, the last == max_model_len.
+        partial_drafts: numbers of drafts between 0 and num_drafts that a step may carry as well.
     """
 
     num_slots: int
@@ -26,6 +27,7 @@ class StaticShapes:
     prefill_chunk: int
     num_seqs_buckets: tuple[int, ...]
     context_buckets: tuple[int, ...]
+    partial_drafts: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         for name in ("num_slots", "max_model_len", "prefill_chunk"):
@@ -33,6 +35,10 @@ class StaticShapes:
                 raise ValueError(f"{name} = {getattr(self, name)} must be at least 1")
         if self.num_drafts < 0:
             raise ValueError(f"num_drafts = {self.num_drafts} must not be negative")
+        if not all(0 < k < self.num_drafts for k in self.partial_drafts):
+            raise ValueError(
+                f"partial_drafts = {self.partial_drafts} must lie between 0 and {self.num_drafts}"
+            )
         for name, last in (
             ("num_seqs_buckets", self.num_slots),
             ("context_buckets", self.max_model_len),
@@ -49,6 +55,11 @@ class StaticShapes:
                 f"context_buckets = {self.context_buckets} must end with "
                 f"max_model_len = {self.max_model_len}"
             )
+
+    @property
+    def block_lengths(self) -> tuple[int, ...]:
+        """Tokens per sequence of a decode step, ascending: the newest one, and drafts."""
+        return tuple(sorted({k + 1 for k in (0, *self.partial_drafts, self.num_drafts)}))
 
     @property
     def prefill_buckets(self) -> tuple[int, ...]:

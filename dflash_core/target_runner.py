@@ -131,7 +131,7 @@ class TargetRunner:
         """Run every shape once on the scratch slot."""
         shapes = self.shapes
         for batch in shapes.num_seqs_buckets:
-            for length in sorted({1, shapes.num_drafts + 1}):
+            for length in shapes.block_lengths:
                 self.verify(scratch_verify_plan(shapes, batch, length))
         for length in shapes.prefill_buckets:
             self.verify(scratch_verify_plan(shapes, 1, length, prefill=True))

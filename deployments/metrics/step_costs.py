@@ -41,13 +41,11 @@ class StepCosts:
     """Seconds of a step, with a short context.
 
     Attributes:
-        plain: of the target, one token per request.
-        block: of the target, K + 1 tokens per request.
+        verify: of the target, by the tokens per request (1, ... K + 1).
         draft: of the drafter.
     """
 
-    plain: Seconds = field(default_factory=dict)
-    block: Seconds = field(default_factory=dict)
+    verify: dict[int, Seconds] = field(default_factory=dict)
     draft: Seconds = field(default_factory=dict)
 
     def break_even(self, running: int, groups: int) -> float | None:
@@ -61,13 +59,14 @@ class StepCosts:
             running: requests that decode at once on a Verifier.
             groups: that they are split into.
         """
-        if not (running and self.plain and self.block and self.draft):
+        if not (running and len(self.verify) > 1 and self.draft):
             return None
+        plain, block = self.verify[min(self.verify)], self.verify[max(self.verify)]
         groups = min(groups, running)
-        sizes = tuple(self.plain)
+        sizes = tuple(plain)
         group = bucket(sizes, min(-(-running // groups), sizes[-1]))
         # The Drafter may serve more Verifiers and then has larger buckets.
         draft_sizes = tuple(self.draft)
         draft = self.draft[bucket(draft_sizes, min(group, draft_sizes[-1]))]
-        round_trip = max(groups * self.block[group], self.block[group] + draft)
-        return round_trip / self.plain[bucket(sizes, min(running, sizes[-1]))]
+        round_trip = max(groups * block[group], block[group] + draft)
+        return round_trip / plain[bucket(sizes, min(running, sizes[-1]))]

@@ -201,6 +201,32 @@ def test_tensor_parallel_workers_give_the_same_tokens(http_port: int, tiny: Tiny
         assert app.stats()["speculation"]["num_draft_tokens"] > 0
 
 
+def test_an_adaptive_server_stops_asking_for_useless_drafts(http_port: int, tiny: Tiny) -> None:
+    with application("adaptive", http_port, tiny.args(adaptive=True)) as app:
+        for length in (9, 10):
+            tokens = app.token_ids(prompt_of(length), max_tokens=400, ignore_eos=True)
+            assert tokens == tiny.continuation(prompt_of(length), 400)
+        statistics = app.stats()["speculation"]
+        assert 0 < statistics["num_drafts"] < 0.5 * statistics["num_decode_steps"]
+        [verifier] = app.stats()["verifiers"].values()
+        assert verifier["num_drafts"] == 0
+
+
+def test_an_adaptive_server_verifies_all_of_good_drafts(
+    http_port: int, tiny: Tiny, replayed: tuple[Application, dict[int, list[int]]]
+) -> None:
+    _, said = replayed
+    folder = tiny.target.parent / "replay"
+    args = tiny.args(
+        drafter=str(folder / "drafter"), runner="tests.drafters:ReplayDrafter", adaptive=True
+    )
+    with application("adaptive-replay", http_port, args) as app:
+        assert app.token_ids(prompt_of(9), max_tokens=37) == said[9][:37]
+        statistics = app.stats()["speculation"]
+        assert statistics["num_decode_steps"] == 36 / (K + 1)
+        assert statistics["num_accepted_tokens"] == statistics["num_draft_tokens"]
+
+
 # Load and clients that leave.
 
 
