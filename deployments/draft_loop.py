@@ -13,6 +13,7 @@ from ray.exceptions import RayTaskError
 
 from deployments.graph import STEP_TIMEOUT_S, ModelGraph, WorkerLost
 from deployments.metrics.stage import StageTimes
+from deployments.metrics.timeline import Timeline
 from deployments.stream import Stream
 from dflash_core import plans
 from dflash_core.messages import DraftPlan, DraftResult
@@ -41,6 +42,7 @@ class DraftLoop:
         graph: compiled graph to its workers, warmed up.
         shapes: its static shapes.
         vocab_size: of the target; drafts are below it.
+        timeline: takes note of every step.
         on_lost: called once, from this thread, when the Drafter is given up, with the reason if
             it lies there.
 
@@ -56,12 +58,14 @@ class DraftLoop:
         shapes: StaticShapes,
         *,
         vocab_size: int,
+        timeline: Timeline,
         on_lost: Callable[[DraftLoop, str | None], None],
     ) -> None:
         self.replica_id = replica_id
         self.graph = graph
         self.shapes = shapes
         self.vocab_size = vocab_size
+        self.timeline = timeline
         self.on_lost = on_lost
         self.stage = StageTimes()
         self.lost = False
@@ -149,12 +153,22 @@ class DraftLoop:
             except RayTaskError as error:
                 raise DrafterFault(f"a step failed: {error}") from error
             self._check(plan, result)
+            received = time.monotonic()
             self.stage.record(
                 span=result.span,
                 began=began,
-                received=time.monotonic(),
+                received=received,
                 rows=len(plan.row_slots),
                 feature_bytes=plan.features.data.nbytes if plan.features is not None else 0,
+            )
+            self.timeline.step(
+                "draft" if len(plan.tokens) else "inject",
+                self.replica_id,
+                result.span,
+                began=began,
+                received=received,
+                requests=len(plan.tokens),
+                injected=len(plan.row_slots),
             )
         asked = [question for question in questions if question[2].token is not None]
         if not asked:

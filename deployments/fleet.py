@@ -19,6 +19,7 @@ from deployments.draft_loop import DraftLoop
 from deployments.health import Health
 from deployments.metrics.figures import Counters
 from deployments.metrics.step_costs import StepCosts
+from deployments.metrics.timeline import Timeline
 from deployments.replicas import ReplicaDescription
 from deployments.scheduler import Scheduler
 from deployments.specs import DrafterSpec, VerifierSpec
@@ -50,6 +51,7 @@ class Fleet:
 
     Attributes:
         step_costs: measured on the replicas that were connected last.
+        timeline: of all loops.
     """
 
     def __init__(
@@ -76,6 +78,7 @@ class Fleet:
         self.drafters: dict[str, DraftLoop] = {}
         self.descriptions: dict[str, ReplicaDescription] = {}
         self.step_costs = StepCosts()
+        self.timeline = Timeline()
         self._ending: list[VerifyLoop | DraftLoop] = []
         self._ended = Counters()
         self._backoffs: dict[str, Backoff] = {}
@@ -204,6 +207,7 @@ class Fleet:
             self._verifier_spec.shapes,
             Scheduler(self._groups),
             adaptive=self._adaptive,
+            timeline=self.timeline,
             draft_timeout=self._draft_timeout,
             on_lost=lambda loop, reason: self._soon(self._lose_verifier, loop, reason),
         )
@@ -217,6 +221,7 @@ class Fleet:
             graph,
             self._drafter_spec.shapes,
             vocab_size=self._vocab_size,
+            timeline=self.timeline,
             on_lost=lambda loop, reason: self._soon(self._lose_drafter, loop, reason),
         )
 

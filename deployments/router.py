@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 from collections.abc import AsyncGenerator
 from typing import Any
@@ -104,6 +105,9 @@ class RouterReplica:
 
     async def stats(self) -> dict[str, Any]:
         return await self.coordinator.stats()
+
+    async def trace(self) -> dict[str, Any]:
+        return await asyncio.to_thread(self.fleet.timeline.chrome_trace)
 
     async def metrics(self) -> bytes:
         return await self.router_metrics.text()

@@ -18,6 +18,7 @@ from deployments.draft_loop import DraftLoop
 from deployments.graph import STEP_TIMEOUT_S, ModelGraph, WorkerLost
 from deployments.metrics.stage import StageTimes
 from deployments.metrics.step_costs import StepCosts
+from deployments.metrics.timeline import Timeline
 from deployments.replicas import ReplicaLost
 from deployments.scheduler import Scheduler
 from deployments.stream import Stream
@@ -44,6 +45,7 @@ class VerifyLoop:
         shapes: its static shapes.
         scheduler: chooses each step's requests.
         draft_timeout: seconds that a request waits for its drafts before it goes on without.
+        timeline: takes note of every step.
         adaptive: verify as many drafts as are worth it, see DraftLength; else all of them.
         on_lost: called once, from this thread, when the Verifier is given up, with the reason if
             it lies there.
@@ -63,6 +65,7 @@ class VerifyLoop:
         *,
         draft_timeout: float,
         adaptive: bool,
+        timeline: Timeline,
         on_lost: Callable[[VerifyLoop, str | None], None],
     ) -> None:
         self.replica_id = replica_id
@@ -71,6 +74,7 @@ class VerifyLoop:
         self.scheduler = scheduler
         self.draft_timeout = draft_timeout
         self.adaptive = adaptive
+        self.timeline = timeline
         self.on_lost = on_lost
         self.streams: list[Stream] = []
         self.statistics = AcceptanceStatistics()
@@ -227,6 +231,16 @@ class VerifyLoop:
             rows=sum(map(len, blocks)),
             feature_bytes=result.features.data.nbytes if result.features is not None else 0,
         )
+        self.timeline.step(
+            "prefill" if plan.prefill else "verify",
+            self.replica_id,
+            result.span,
+            began=began,
+            received=received,
+            requests=[stream.request_id for stream in batch],
+            block_lengths=list(map(len, blocks)),
+            emitted=list(map(len, result.tokens)),
+        )
         if self.draft_length is not None and not plan.prefill:
             self.draft_length.observe_verify(len(batch), plan.tokens.shape[1], received - began)
             for block, emitted in zip(blocks, result.tokens, strict=True):
@@ -239,6 +253,7 @@ class VerifyLoop:
                 self._remove(stream)
             if output is not None:
                 stream.deliver(output)
+                self.timeline.delivery(stream.request_id, len(output.token_ids))
 
     def _request_drafts(self, batch: list[Stream]) -> None:
         if self.drafter is None:

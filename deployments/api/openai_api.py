@@ -78,6 +78,10 @@ class Engine(Protocol):
         """Figures for `GET /stats`, JSON."""
         ...
 
+    async def trace(self) -> dict[str, Any]:
+        """The last steps for `GET /trace`, in Chrome's trace event format."""
+        ...
+
     async def metrics(self) -> bytes:
         """Figures for `GET /metrics`, in Prometheus' text format."""
         ...
@@ -179,6 +183,10 @@ def create_api(
     @app.get("/stats")
     async def stats() -> JSONResponse:
         return JSONResponse(await engine.stats())
+
+    @app.get("/trace")
+    async def trace() -> JSONResponse:
+        return JSONResponse(await engine.trace())
 
     @app.get("/metrics")
     async def metrics() -> Response:

@@ -149,6 +149,32 @@ def test_chat_and_completion_agree(app: Application, tiny: Tiny) -> None:
     assert answer["choices"][0]["token_ids"] == tiny.continuation(prompt, 12)
 
 
+def test_a_trace_shows_where_the_time_of_a_request_went(app: Application) -> None:
+    answer = app.completion(prompt_of(30), max_tokens=30, ignore_eos=True)
+    events = app.http.get("/trace").raise_for_status().json()["traceEvents"]
+    request_id = app.stats()["recent_requests"][-1]["id"]
+    slices = [event for event in events if event["ph"] == "X"]
+    assert all(event["dur"] >= 0 for event in slices)
+    verified = [event for event in slices if event["name"] in ("prefill", "verify")]
+    own = [event for event in verified if request_id in event["args"]["requests"]]
+    assert [event["name"] for event in own][:2] == ["prefill", "verify"]
+    assert sum(event["args"]["emitted"][0] for event in own) >= 30
+    assert len(own) == 1 + answer["metrics"]["num_decode_steps"]
+    [track] = [
+        event["tid"]
+        for event in events
+        if event["ph"] == "M" and event["args"]["name"] == f"stream {request_id}"
+    ]
+    delivered = [event for event in events if event["ph"] == "i" and event["tid"] == track]
+    assert sum(event["args"]["tokens"] for event in delivered) == 30
+    # Each result leaves when it is there, and not after the draft that follows it.
+    for step, delivery in zip(own, delivered, strict=True):
+        assert delivery["ts"] >= step["ts"] + step["dur"]
+    drafts = [event for event in slices if event["name"] == "draft" and event["ts"] > own[0]["ts"]]
+    assert drafts
+    assert {"send", "receive"} <= {event["name"] for event in slices}
+
+
 # Drafters that are late, or work in another way.
 
 
