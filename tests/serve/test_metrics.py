@@ -322,7 +322,9 @@ def test_names_and_types_are_those_of_vllm() -> None:
 
 # Speculation that does not pay.
 
-COSTS = StepCosts(plain={1: 10e-3, 8: 12e-3}, block={1: 11e-3, 8: 40e-3}, draft={1: 4e-3, 8: 5e-3})
+COSTS = StepCosts(
+    verify={1: {1: 10e-3, 8: 12e-3}, 8: {1: 11e-3, 8: 40e-3}}, draft={1: 4e-3, 8: 5e-3}
+)
 
 
 @pytest.mark.parametrize(
@@ -357,7 +359,7 @@ def test_the_cost_of_a_step_is_the_faster_of_two_runs(monkeypatch: pytest.Monkey
 
 def test_break_even_is_unknown_where_nothing_runs_or_was_measured() -> None:
     assert COSTS.break_even(0, 2) is None
-    assert StepCosts(plain={1: 1.0}).break_even(1, 1) is None
+    assert StepCosts(verify={1: {1: 1.0}}).break_even(1, 1) is None
 
 
 def acceptance(steps: int, accepted: int) -> AcceptanceStatistics:
