@@ -12,6 +12,8 @@ vocabulary slice.
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -37,6 +39,15 @@ from dflash_core.rope import RotaryEmbedding, rotate
 Rotary = tuple[Tensor, Tensor]
 
 
+class BlockInputs(NamedTuple):
+    """What every layer of one draft pass shares."""
+
+    rotary: Rotary  # each [B, L, 1, D]
+    rows_R: Tensor  # int64: cache row of each token of the blocks, R = B * L
+    slots_B: Tensor  # int64
+    masks: list[Tensor]  # per layer [B, 1, M * L, C + L], additive
+
+
 class DraftAttention(nn.Module):
     def __init__(self, config: DrafterConfig, tp: TensorParallel) -> None:
         super().__init__()
@@ -60,15 +71,14 @@ class DraftAttention(nn.Module):
         heads = (*x.shape[:-1], -1, self.head_dim)
         return rotate(self.k_norm(self.k_proj(x).view(heads)), rotary), self.v_proj(x).view(heads)
 
-    def forward(
-        self, x_BLH: Tensor, rotary: Rotary, k_BCGD: Tensor, v_BCGD: Tensor, mask: Tensor
-    ) -> Tensor:
+    def forward(self, x_BLH: Tensor, inputs: BlockInputs, layer: int, cache: KVCache) -> Tensor:
         heads = (*x_BLH.shape[:-1], -1, self.head_dim)
-        q_BLND = rotate(self.q_norm(self.q_proj(x_BLH).view(heads)), rotary)
-        k_BLGD, v_BLGD = self.keys_values(x_BLH, rotary)
-        keys = torch.cat((k_BCGD, k_BLGD), dim=1)
-        values = torch.cat((v_BCGD, v_BLGD), dim=1)
-        return self.o_proj(grouped_attention(q_BLND, keys, values, mask))
+        q_BLND = rotate(self.q_norm(self.q_proj(x_BLH).view(heads)), inputs.rotary)
+        k_BLGD, v_BLGD = self.keys_values(x_BLH, inputs.rotary)
+        cache.write(layer, inputs.rows_R, k_BLGD.flatten(0, 1), v_BLGD.flatten(0, 1))
+        mask = inputs.masks[layer]
+        k_BCGD, v_BCGD = cache.read(layer, inputs.slots_B, mask.shape[-1])
+        return self.o_proj(grouped_attention(q_BLND, k_BCGD, v_BCGD, mask))
 
 
 class DraftLayer(nn.Module):
@@ -79,8 +89,8 @@ class DraftLayer(nn.Module):
         self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.mlp = SwiGLU(config.hidden_size, config.intermediate_size, False, tp)
 
-    def forward(self, x_BLH: Tensor, *context: Rotary | Tensor) -> Tensor:
-        x_BLH = x_BLH + self.self_attn(self.input_layernorm(x_BLH), *context)
+    def forward(self, x_BLH: Tensor, inputs: BlockInputs, layer: int, cache: KVCache) -> Tensor:
+        x_BLH = x_BLH + self.self_attn(self.input_layernorm(x_BLH), inputs, layer, cache)
         return x_BLH + self.mlp(self.post_attention_layernorm(x_BLH))
 
 
@@ -137,33 +147,34 @@ class DFlashDrafter(nn.Module):
             slots_B: int32 `[B]`.
             starts_B: int32 `[B]`, position s of the newest accepted token; the context is < s.
             context_starts_B: int32 `[B]`, first position that has been injected.
-            cache: read only; the block's own keys and values are never kept.
+            cache: the block's keys and values go to the positions s..s+K, which are dead: no
+                block sees a position of the context that was not injected before, and injecting
+                overwrites them. So it needs room for a block after the longest context.
             context_len: a static bucket >= max(starts).
         """
         L = x_BLH.shape[1]
         device, dtype = x_BLH.device, x_BLH.dtype
-        offsets_L = torch.arange(L, device=device, dtype=torch.int32)
-        positions_BL = starts_B[:, None] + offsets_L
-        keys_C = torch.arange(context_len, device=device, dtype=torch.int32)
-        injected_BC = (keys_C >= context_starts_B[:, None]) & (keys_C < starts_B[:, None])
-        rotary = self.rotary(positions_BL, dtype)
-        slots_B = slots_B.long()
+        positions_BL = starts_B[:, None] + torch.arange(L, device=device, dtype=torch.int32)
+        keys_C = torch.arange(context_len + L, device=device, dtype=torch.int32)
+        known_BC = (keys_C >= context_starts_B[:, None]) & (keys_C < starts_B[:, None] + L)
+        distance_BLC = positions_BL[..., None] - keys_C
         masks: dict[tuple[int | None, bool], Tensor] = {}
         kinds = list(zip(self.config.windows, self.config.causal, strict=True))
-        for window, causal in set(kinds):
-            context_BLC = injected_BC[:, None].expand(-1, L, -1)
-            block_LL = torch.ones((L, L), dtype=torch.bool, device=device)
-            distance_LL = offsets_L[:, None] - offsets_L
+        for window, causal in dict.fromkeys(kinds):
+            visible_BLC = known_BC[:, None].expand(-1, L, -1)
             if causal:
-                block_LL = block_LL & (distance_LL >= 0)
+                visible_BLC = visible_BLC & (distance_BLC >= 0)
             if window is not None:
-                context_BLC = context_BLC & (positions_BL[..., None] - keys_C < window)
-                block_LL = block_LL & (distance_LL.abs() < window)
-            visible = torch.cat((context_BLC, block_LL.expand(x_BLH.shape[0], L, L)), dim=-1)
-            masks[window, causal] = attention_mask(visible, dtype, self.heads_per_group)
+                visible_BLC = visible_BLC & (distance_BLC.abs() < window)
+            masks[window, causal] = attention_mask(visible_BLC, dtype, self.heads_per_group)
+        inputs = BlockInputs(
+            rotary=self.rotary(positions_BL, dtype),
+            rows_R=cache.rows(slots_B[:, None], positions_BL).flatten(),
+            slots_B=slots_B.long(),
+            masks=[masks[kind] for kind in kinds],
+        )
         for index, layer in enumerate(self.layers):
-            k_BCGD, v_BCGD = cache.read(index, slots_B, context_len)
-            x_BLH = layer(x_BLH, rotary, k_BCGD, v_BCGD, masks[kinds[index]])
+            x_BLH = layer(x_BLH, inputs, index, cache)
         return self.norm(x_BLH)
 
 

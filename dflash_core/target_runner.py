@@ -14,16 +14,11 @@ from dflash_core.config import TargetConfig
 from dflash_core.kv_cache import KVCache
 from dflash_core.loading import build
 from dflash_core.messages import Features, Span, VerifyPlan, VerifyResult
-from dflash_core.parallel import (
-    SINGLE,
-    TensorParallel,
-    gather_vocabulary,
-    parallel_argmax,
-)
+from dflash_core.parallel import SINGLE, TensorParallel
 from dflash_core.plans import scratch_verify_plan
 from dflash_core.shapes import StaticShapes, bucket
 from dflash_core.target import LlamaTarget
-from dflash_core.verify import accept
+from dflash_core.target_step import PrefillStep, TargetStep
 
 
 class TargetRunner:
@@ -58,6 +53,8 @@ class TargetRunner:
             dtype=dtype,
             device=device,
         )
+        self.step = TargetStep(model, self.cache)
+        self.prefill_step = PrefillStep(model, self.cache)
 
     @classmethod
     def load(
@@ -95,36 +92,23 @@ class TargetRunner:
             self.shapes.context_buckets,
             min(int((plan.starts + plan.lengths).max()), self.shapes.max_model_len),
         )
-        hidden_BLH, features_BLF = self.model(
-            tokens_BL, slots_B, starts_B, lengths_B, self.cache, context_len
-        )
-        if plan.prefill:
-            last_B = lengths_B.long() - 1
-            rows_B = torch.arange(len(last_B), device=self.device)
-            hidden_BLH = hidden_BLH[rows_B, last_B][:, None]
-        logits_BLV = self.model.logits(hidden_BLH)
-        if plan.sampling is None:
-            chosen_BL = parallel_argmax(logits_BLV, self.model.tp)
-        else:
-            logits_BLV = gather_vocabulary(logits_BLV, self.model.tp)
-            inputs = sampler.sampler_inputs(
-                plan.sampling, len(logits_BLV), self.config.vocab_size, self.device
+        sampling = None
+        if plan.sampling is not None:
+            sampling = sampler.sampler_inputs(
+                plan.sampling, len(tokens_BL), self.config.vocab_size, self.device
             )
-            drafts_BK = tokens_BL[:, 1 : logits_BLV.shape[1]]
-            chosen_BL = sampler.choose(logits_BLV, drafts_BK, inputs)
-        if plan.prefill:
-            emitted = [1] * sequences
-            committed = plan.lengths.tolist()
-        else:
-            accepted_B = accept(tokens_BL, lengths_B, chosen_BL)
-            emitted = (accepted_B[:sequences] + 1).tolist()
-            committed = emitted
-        chosen = chosen_BL[:sequences].tolist()
+        step = self.prefill_step if plan.prefill else self.step
+        output = step(tokens_BL, slots_B, starts_B, lengths_B, context_len, sampling)
+        emitted = (output.accepted_B[:sequences] + 1).tolist()
+        chosen = output.chosen_BL[:sequences].tolist()
         tokens = [row[:count] for row, count in zip(chosen, emitted, strict=True)]
+        committed = plan.lengths.tolist() if plan.prefill else emitted
         logprobs = None
         if plan.sampling is not None and plan.sampling.num_logprobs.max() >= 0:
-            logprobs = sampler.logprobs(logits_BLV[:sequences], tokens, plan.sampling.num_logprobs)
-        features = self._pack(features_BLF, committed) if plan.with_features else None
+            logprobs = sampler.logprobs(
+                output.logits_BLV[:sequences], tokens, plan.sampling.num_logprobs
+            )
+        features = self._pack(output.features_BLF, committed) if plan.with_features else None
         return VerifyResult(tokens, features, Span(began, time.monotonic()), logprobs)
 
     def warm_up(self) -> None:
