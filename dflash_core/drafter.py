@@ -19,18 +19,18 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from dflash_core.config import DrafterConfig
+from dflash_core.fused import FusedLinear, fused_columns
 from dflash_core.kv_cache import KVCache
 from dflash_core.layers import (
+    ProjectedAttention,
     RMSNorm,
     SwiGLU,
     attention_mask,
     grouped_attention,
-    heads_per_group,
 )
 from dflash_core.parallel import (
     SINGLE,
     ColumnParallelLinear,
-    RowParallelLinear,
     TensorParallel,
     VocabParallelEmbedding,
 )
@@ -48,33 +48,31 @@ class BlockInputs(NamedTuple):
     masks: list[Tensor]  # per layer [B, 1, M * L, C + L], additive
 
 
-class DraftAttention(nn.Module):
+class DraftAttention(ProjectedAttention):
     def __init__(self, config: DrafterConfig, tp: TensorParallel) -> None:
-        super().__init__()
-        self.head_dim = config.head_dim
-        q_size = config.num_heads * config.head_dim
-        kv_size = config.num_kv_heads * config.head_dim
-        bias = config.attention_bias
-        self.q_proj = ColumnParallelLinear(config.hidden_size, q_size, bias, tp=tp)
-        self.k_proj, self.v_proj = (
-            ColumnParallelLinear(
-                config.hidden_size, kv_size, bias, tp=tp, shards=config.num_kv_heads
-            )
-            for _ in range(2)
-        )
-        self.o_proj = RowParallelLinear(q_size, config.hidden_size, bias, tp=tp)
+        super().__init__(config, tp)
         self.q_norm = RMSNorm(config.head_dim, config.rms_norm_eps)
         self.k_norm = RMSNorm(config.head_dim, config.rms_norm_eps)
+        self.kv_proj: FusedLinear | None = None
+
+    def fuse(self, packed: bool) -> None:
+        """Replace the loaded layers by fused ones; of context tokens only k and v are computed."""
+        self.kv_proj = fused_columns(self.k_proj, self.v_proj, packed=packed)
+        super().fuse(packed)
 
     def keys_values(self, x: Tensor, rotary: Rotary) -> tuple[Tensor, Tensor]:
         """`[..., H]` -> rotated keys and values, each `[..., G, D]`."""
         heads = (*x.shape[:-1], -1, self.head_dim)
-        return rotate(self.k_norm(self.k_proj(x).view(heads)), rotary), self.v_proj(x).view(heads)
+        if self.kv_proj is None:
+            keys, values = self.k_proj(x).view(heads), self.v_proj(x).view(heads)
+        else:
+            keys, values = self.kv_proj(x).view(heads).chunk(2, dim=-2)
+        return rotate(self.k_norm(keys), rotary), values
 
     def forward(self, x_BLH: Tensor, inputs: BlockInputs, layer: int, cache: KVCache) -> Tensor:
-        heads = (*x_BLH.shape[:-1], -1, self.head_dim)
-        q_BLND = rotate(self.q_norm(self.q_proj(x_BLH).view(heads)), inputs.rotary)
-        k_BLGD, v_BLGD = self.keys_values(x_BLH, inputs.rotary)
+        q_BLND, k_BLGD, v_BLGD = self.project(x_BLH)
+        q_BLND = rotate(self.q_norm(q_BLND), inputs.rotary)
+        k_BLGD = rotate(self.k_norm(k_BLGD), inputs.rotary)
         cache.write(layer, inputs.rows_R, k_BLGD.flatten(0, 1), v_BLGD.flatten(0, 1))
         mask = inputs.masks[layer]
         k_BCGD, v_BCGD = cache.read(layer, inputs.slots_B, mask.shape[-1])
@@ -107,14 +105,19 @@ class DFlashDrafter(nn.Module):
         self.config = config
         width = len(config.target_layer_ids) * config.hidden_size
         self.fc = nn.Linear(width, config.hidden_size, bias=False)
+        self.feature_size = width
         self.hidden_norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.layers = nn.ModuleList(DraftLayer(config, tp) for _ in range(config.num_layers))
-        self.heads_per_group = heads_per_group(self.layers[0].self_attn)
+        self.heads_per_group = self.layers[0].self_attn.heads_per_group
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         # A block may reach beyond the longest sequence: its last drafts are then of no use.
         self.rotary = RotaryEmbedding(
             config.rope, config.head_dim, max_model_len + config.block_size
         )
+
+    def fuse(self, packed: bool) -> None:
+        """Pack the weight of `fc`."""
+        self.fc = FusedLinear([self.fc.weight], packed=packed)
 
     def inject(
         self, features_RF: Tensor, rows_R: Tensor, positions_R: Tensor, cache: KVCache
@@ -197,8 +200,18 @@ class TargetVocabulary(nn.Module):
             self.lm_head = None
         else:
             self.lm_head = ColumnParallelLinear(hidden_size, vocab_size, tp=tp)
+        self.fused_head: FusedLinear | None = None
+
+    def fuse(self, packed: bool) -> None:
+        """Pack the head; a tied embedding keeps its plain table for looking tokens up."""
+        if packed:
+            head = self.embed_tokens if self.lm_head is None else self.lm_head
+            self.fused_head = FusedLinear([head.weight], packed=True)
+            self.lm_head = None
 
     def logits(self, hidden: Tensor) -> Tensor:
         """`[..., H]` -> this rank's vocabulary slice of the logits, `[..., Vr]`."""
+        if self.fused_head is not None:
+            return self.fused_head(hidden)
         head = self.embed_tokens if self.lm_head is None else self.lm_head
         return F.linear(hidden, head.weight)

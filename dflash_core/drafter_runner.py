@@ -12,7 +12,9 @@ from dflash_core.checkpoint import Checkpoint, load_drafter_config, load_target_
 from dflash_core.config import DrafterConfig
 from dflash_core.draft_step import DraftStep, InjectStep
 from dflash_core.drafter import DFlashDrafter, TargetVocabulary
+from dflash_core.fused import packable
 from dflash_core.kv_cache import KVCache
+from dflash_core.layers import fuse
 from dflash_core.loading import build
 from dflash_core.messages import DraftPlan, DraftResult, Features, Span
 from dflash_core.parallel import SINGLE, TensorParallel
@@ -47,7 +49,7 @@ class DrafterRunner:
         self.dtype = dtype
         self.device = device
         self.tp = tp
-        num_kv_heads = model.layers[0].self_attn.k_proj.weight.shape[0] // self.config.head_dim
+        num_kv_heads = model.layers[0].self_attn.num_kv_heads
         self.cache = KVCache(
             num_layers=self.config.num_layers,
             num_slots=shapes.num_slots,
@@ -93,6 +95,10 @@ class DrafterRunner:
             prefix="model.",
             partial=True,
         )
+        packed = packable(dtype, device)
+        if packed:
+            fuse(model, packed)
+            fuse(vocabulary, packed)
         return cls(model, vocabulary, shapes, dtype=dtype, device=device, tp=tp)
 
     @torch.inference_mode()
@@ -126,7 +132,7 @@ class DrafterRunner:
 
     def warm_up(self) -> None:
         """Run every batch size and number of rows once, on the scratch slot, with no context."""
-        width = self.model.fc.in_features
+        width = self.model.feature_size
         row_bytes = width * self.dtype.itemsize
         for rows in self.shapes.draft_row_buckets:
             batch = min(rows // (self.shapes.num_drafts + 1), self.shapes.num_slots)
@@ -136,15 +142,15 @@ class DrafterRunner:
 
     def _check(self, features: Features) -> None:
         dtype = str(self.dtype).removeprefix("torch.")
-        if features.width != self.model.fc.in_features or features.dtype != dtype:
+        if features.width != self.model.feature_size or features.dtype != dtype:
             raise ValueError(
                 f"features are [{features.rows}, {features.width}] {features.dtype}; this drafter "
-                f"takes width {self.model.fc.in_features} and {self.dtype}"
+                f"takes width {self.model.feature_size} and {self.dtype}"
             )
 
     def _rows(self, plan: DraftPlan | None, padded: int) -> tuple[torch.Tensor, ...]:
         """Features, slots and positions of the plan's rows (None: of none), padded."""
-        host_RF = torch.zeros((padded, self.model.fc.in_features), dtype=self.dtype)
+        host_RF = torch.zeros((padded, self.model.feature_size), dtype=self.dtype)
         slots = positions = np.zeros(0, dtype=np.int32)
         if plan is not None:
             slots, positions, data = plan.row_slots, plan.row_positions, plan.features.data

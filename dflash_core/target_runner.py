@@ -11,7 +11,9 @@ import torch
 from dflash_core import sampler
 from dflash_core.checkpoint import Checkpoint, load_target_config
 from dflash_core.config import TargetConfig
+from dflash_core.fused import packable
 from dflash_core.kv_cache import KVCache
+from dflash_core.layers import fuse
 from dflash_core.loading import build
 from dflash_core.messages import Features, Span, VerifyPlan, VerifyResult
 from dflash_core.parallel import SINGLE, TensorParallel
@@ -43,7 +45,7 @@ class TargetRunner:
         self.shapes = shapes
         self.dtype = dtype
         self.device = device
-        num_kv_heads = model.layers[0].self_attn.k_proj.weight.shape[0] // self.config.head_dim
+        num_kv_heads = model.layers[0].self_attn.num_kv_heads
         self.cache = KVCache(
             num_layers=self.config.num_layers,
             num_slots=shapes.num_slots,
@@ -80,6 +82,9 @@ class TargetRunner:
             prefix="model.",
             unused=tied,
         )
+        packed = packable(dtype, device)
+        if packed:
+            fuse(model, packed)
         return cls(model, shapes, dtype=dtype, device=device)
 
     @torch.inference_mode()
