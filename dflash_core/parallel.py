@@ -132,14 +132,18 @@ class VocabParallelEmbedding(nn.Module):
         self.tp = tp
         self.shard = split(vocab_size, tp, "vocab_size")
         self.weight = sharded(nn.Parameter(torch.empty(self.shard.length, hidden_size)), self.shard)
+        # A tensor, not a number: so every rank compiles the same graph.
+        with torch.device("cpu"):
+            first_id = torch.tensor([self.shard.start], dtype=torch.int32)
+        self.register_buffer("first_id", first_id, persistent=False)
 
     def forward(self, tokens_BL: Tensor) -> Tensor:
-        """`[B, L]` int -> `[B, L, H]`, equal on every rank."""
-        local_BL = tokens_BL.long() - self.shard.start
+        """`[B, L]` int32 -> `[B, L, H]`, equal on every rank."""
         if self.tp.size == 1:
-            return F.embedding(local_BL, self.weight)
+            return F.embedding(tokens_BL.long(), self.weight)
+        local_BL = tokens_BL - self.first_id
         mine_BL = (local_BL >= 0) & (local_BL < self.shard.length)
-        x_BLH = F.embedding(local_BL.clamp(0, self.shard.length - 1), self.weight)
+        x_BLH = F.embedding(local_BL.clamp(0, self.shard.length - 1).long(), self.weight)
         return self.tp.all_reduce(x_BLH * mine_BL[..., None].to(x_BLH.dtype))
 
 
@@ -158,10 +162,12 @@ def parallel_argmax(logits_BLVr: Tensor, tp: TensorParallel) -> Tensor:
     if tp.size == 1:
         return first_argmax(logits_BLVr).to(torch.int32)
     value_BL, index_BL = logits_BLVr.float().max(dim=-1)
-    index_BL = (index_BL + tp.rank * logits_BLVr.shape[-1]).to(torch.int32)
-    values_RBL, indices_RBL = tp.all_gather(value_BL), tp.all_gather(index_BL)
+    values_RBL = tp.all_gather(value_BL)
+    indices_RBL = tp.all_gather(index_BL.to(torch.int32))
     winner_1BL = values_RBL.argmax(dim=0, keepdim=True)
-    return indices_RBL.gather(0, winner_1BL)[0]
+    # The winner's number, not this rank's own, gives the offset: the graph is that of every rank.
+    token_1BL = indices_RBL.gather(0, winner_1BL) + winner_1BL * logits_BLVr.shape[-1]
+    return token_1BL[0].to(torch.int32)
 
 
 def first_argmax(x_BLV: Tensor) -> Tensor:
