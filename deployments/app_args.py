@@ -131,6 +131,11 @@ class AppArgs(Strict):
                 f"device is neuron, but {missing[0]}.neuron_cores is missing; name the logical "
                 'cores of its ranks, e.g. "0-7" (trn2.48xlarge has 0-63)'
             )
+        if self.device == "neuron" and not self.all_greedy:
+            raise ValueError(
+                "device is neuron, but all_greedy is false: sampling is not among the graphs that "
+                "are compiled for Trainium; set all_greedy: true"
+            )
         target, drafter = maps["target"], maps.get("speculation")
         if target is not None and drafter is not None:
             try:

@@ -19,7 +19,9 @@ from dflash_core.loading import build
 from dflash_core.messages import DraftPlan, DraftResult, Features, Span
 from dflash_core.parallel import SINGLE, TensorParallel
 from dflash_core.plans import scratch_draft_plan
+from dflash_core.runtime import compile_step, warm_shapes
 from dflash_core.shapes import StaticShapes, bucket
+from dflash_core.step_shapes import draft_shapes, inject_shapes
 
 
 class DrafterRunner:
@@ -59,8 +61,10 @@ class DrafterRunner:
             dtype=dtype,
             device=device,
         )
-        self.inject_step = InjectStep(model, self.cache)
-        self.step = DraftStep(model, vocabulary, self.cache, shapes.num_drafts, tp)
+        self.inject_step = compile_step(InjectStep(model, self.cache), device)
+        self.step = compile_step(
+            DraftStep(model, vocabulary, self.cache, shapes.num_drafts, tp), device
+        )
 
     @classmethod
     def load(
@@ -131,14 +135,15 @@ class DrafterRunner:
         return DraftResult(tokens, Span(began, time.monotonic()))
 
     def warm_up(self) -> None:
-        """Run every batch size and number of rows once, on the scratch slot, with no context."""
+        """Run every shape once, on the scratch slot."""
         width = self.model.feature_size
-        row_bytes = width * self.dtype.itemsize
-        for rows in self.shapes.draft_row_buckets:
-            batch = min(rows // (self.shapes.num_drafts + 1), self.shapes.num_slots)
-            data = np.zeros(rows * row_bytes, dtype=np.uint8)
-            features = Features(data, rows, width, str(self.dtype).removeprefix("torch."))
-            self.draft(scratch_draft_plan(self.shapes, max(1, batch), features))
+        dtype = str(self.dtype).removeprefix("torch.")
+        for shape in inject_shapes(self.shapes):
+            data = np.zeros(shape.rows * width * self.dtype.itemsize, dtype=np.uint8)
+            features = Features(data, shape.rows, width, dtype)
+            self.draft(scratch_draft_plan(self.shapes, 0, features))
+        for shape in warm_shapes(draft_shapes(self.shapes), self.device):
+            self.draft(scratch_draft_plan(self.shapes, shape.batch, None, start=shape.context))
 
     def _check(self, features: Features) -> None:
         dtype = str(self.dtype).removeprefix("torch.")

@@ -17,6 +17,7 @@ import torch.distributed as dist
 from dflash_core.neuron import installation
 from dflash_core.neuron.errors import NeuronError
 from dflash_core.parallel import SINGLE, TensorParallel
+from dflash_core.step_shapes import DraftShape, TargetShape
 
 PROCESS_GROUP_BACKENDS = {"cpu": "gloo", "cuda": "nccl", "neuron": "neuron"}
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -24,6 +25,7 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch
 MAX_GRAPHS = 1024
 
 Step = TypeVar("Step", bound=Callable)
+Shape = TypeVar("Shape", TargetShape, DraftShape)
 logger = logging.getLogger(__name__)
 
 
@@ -93,6 +95,20 @@ def compile_step(step: Step, device: torch.device) -> Step:
     if device.type != "neuron":
         return step
     return torch.compile(step, backend="neuron", fullgraph=True, dynamic=False)
+
+
+def warm_shapes(shapes: list[Shape], device: torch.device) -> list[Shape]:
+    """Those of a step's shapes that have to run before a request does.
+
+    On neuron all of them: each is a graph to compile. Elsewhere the context length is only how far
+    attention looks, so one of each of the others is enough.
+
+    Args:
+        shapes: named tuples of `dflash_core.step_shapes`, with a field `context`.
+    """
+    if device.type == "neuron":
+        return shapes
+    return list({shape._replace(context=0): shape for shape in reversed(shapes)}.values())[::-1]
 
 
 def seal(device: torch.device) -> None:

@@ -18,7 +18,9 @@ from dflash_core.loading import build
 from dflash_core.messages import Features, Span, VerifyPlan, VerifyResult
 from dflash_core.parallel import SINGLE, TensorParallel
 from dflash_core.plans import scratch_verify_plan
+from dflash_core.runtime import compile_step, warm_shapes
 from dflash_core.shapes import StaticShapes, bucket
+from dflash_core.step_shapes import target_shapes
 from dflash_core.target import LlamaTarget
 from dflash_core.target_step import PrefillStep, TargetStep
 
@@ -55,8 +57,8 @@ class TargetRunner:
             dtype=dtype,
             device=device,
         )
-        self.step = TargetStep(model, self.cache)
-        self.prefill_step = PrefillStep(model, self.cache)
+        self.step = compile_step(TargetStep(model, self.cache), device)
+        self.prefill_step = compile_step(PrefillStep(model, self.cache), device)
 
     @classmethod
     def load(
@@ -117,13 +119,16 @@ class TargetRunner:
         return VerifyResult(tokens, features, Span(began, time.monotonic()), logprobs)
 
     def warm_up(self) -> None:
-        """Run every shape once on the scratch slot."""
-        shapes = self.shapes
-        for batch in shapes.num_seqs_buckets:
-            for length in shapes.block_lengths:
-                self.verify(scratch_verify_plan(shapes, batch, length))
-        for length in shapes.prefill_buckets:
-            self.verify(scratch_verify_plan(shapes, 1, length, prefill=True))
+        """Run every shape once, on the scratch slot."""
+        for shape in warm_shapes(target_shapes(self.shapes), self.device):
+            plan = scratch_verify_plan(
+                self.shapes,
+                shape.batch,
+                shape.length,
+                prefill=shape.prefill,
+                start=shape.context - shape.length,
+            )
+            self.verify(plan)
 
     def _inputs(self, plan: VerifyPlan) -> tuple[torch.Tensor, ...]:
         """Pad the plan to its bucket; padding sequences live in the scratch slot."""

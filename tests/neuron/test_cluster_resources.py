@@ -18,6 +18,7 @@ ARGS = AppArgs.model_validate(
             "neuron_cores": "8",
         },
         "device": "neuron",
+        "all_greedy": True,
     }
 )
 MODELS = [bundles(ARGS, ARGS.target), bundles(ARGS, ARGS.speculation)]

@@ -81,7 +81,8 @@ def args(**changes: Any) -> AppArgs:
         "neuron_cores": CORES["speculation"],
     }
     return AppArgs.model_validate(
-        {"target": target, "speculation": speculation, "device": "neuron"} | changes
+        {"target": target, "speculation": speculation, "device": "neuron", "all_greedy": True}
+        | changes
     )
 
 
@@ -182,7 +183,7 @@ class TestApplication:
     def neuron_args(self, tiny: Tiny, **target: Any) -> dict[str, Any]:
         made = tiny.args(neuron_cores="8")
         made["target"] |= {"tensor_parallel_size": 8, "neuron_cores": "0-7"} | target
-        return made | {"device": "neuron", "cluster_wait_s": 0}
+        return made | {"device": "neuron", "all_greedy": True, "cluster_wait_s": 0}
 
     def test_more_cores_than_the_cluster_has_are_refused_before_anything_starts(
         self, http_port: int, tiny: Tiny
