@@ -13,10 +13,12 @@ from typing import Annotated
 
 import typer
 import yaml
+from pydantic import ValidationError
 from rich.console import Console
 
 from deployments.app_args import AppArgs
 from dflash_core.checkpoint import load_drafter_config, load_target_config, resolve
+from dflash_core.errors import CheckpointError, PairingError
 from dflash_core.graphs.catalogue import drafter_graphs, target_graphs
 from dflash_core.graphs.footprint import GIB, core_bytes
 from dflash_core.graphs.lint import CheckedGraph, CheckedModel, lint
@@ -24,8 +26,10 @@ from dflash_core.pairing import validate_pair
 from dflash_core.runtime import DTYPES
 
 MIB = 1 << 20
+app = typer.Typer(add_completion=False)
 
 
+@app.command()
 def main(
     config: Annotated[Path, typer.Argument(exists=True, dir_okay=False, help="Ray Serve YAML")],
     target: Annotated[
@@ -34,6 +38,15 @@ def main(
     drafter: Annotated[str | None, typer.Option(help="In place of its drafter, likewise")] = None,
 ) -> None:
     """Check the graphs of CONFIG; exit status 1 if one is not fit, or the memory too small."""
+    try:
+        fit = _check(config, target, drafter)
+    except (CheckpointError, PairingError, ValidationError) as error:
+        typer.echo(str(error))
+        fit = False
+    raise typer.Exit(0 if fit else 1)
+
+
+def _check(config: Path, target: str | None, drafter: str | None) -> bool:
     [application] = yaml.safe_load(config.read_text(encoding="utf-8"))["applications"]
     args = AppArgs.model_validate(application["args"])
     console = Console(soft_wrap=True, highlight=False)
@@ -91,7 +104,7 @@ def main(
         console.print(f"  {violation}", markup=False)
     graphs = sum(len(model.graphs) for model in models)
     console.print(f"{graphs} graphs, {len(violations)} violations")
-    raise typer.Exit(1 if violations or not all(fits) else 0)
+    return not violations and all(fits)
 
 
 def _show_memory(console: Console, model: CheckedModel, logical_nc_config: int) -> bool:
@@ -108,4 +121,4 @@ def _show_memory(console: Console, model: CheckedModel, logical_nc_config: int) 
 
 
 if __name__ == "__main__":
-    typer.run(main)
+    app()
