@@ -113,6 +113,8 @@ def worker_environment(
     """Variables that must be set before the worker imports torch."""
     variables = {
         "OMP_NUM_THREADS": str(spec.num_threads),
+        # Idle compute threads sleep: the other model's process may need their cores.
+        "OMP_WAIT_POLICY": "passive",
         # All ranks of a group are on one node; the host's own name need not resolve.
         "GLOO_SOCKET_IFNAME": "lo",
     }

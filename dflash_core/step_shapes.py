@@ -40,7 +40,7 @@ def target_shapes(shapes: StaticShapes) -> list[TargetShape]:
     blocks = [
         (False, batch, length)
         for batch in shapes.num_seqs_buckets
-        for length in sorted({1, shapes.num_drafts + 1})
+        for length in shapes.block_lengths
     ]
     blocks += [(True, 1, length) for length in shapes.prefill_buckets]
     return [

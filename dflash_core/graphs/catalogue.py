@@ -92,7 +92,7 @@ def drafter_graphs(
     cache = _cache(model, config, shapes.num_slots, length, dtype)
     inject = InjectStep(model, cache)
     draft = DraftStep(model, vocabulary, cache, shapes.num_drafts, tp)
-    width = model.fc.in_features
+    width = model.feature_size
 
     def context_rows(rows: int) -> tuple[Tensor, ...]:
         features = torch.empty((rows, width), dtype=dtype, device=META)
@@ -117,7 +117,7 @@ def _cache(
     max_len: int,
     dtype: torch.dtype,
 ) -> KVCache:
-    heads = model.layers[0].self_attn.k_proj.weight.shape[0] // config.head_dim
+    heads = model.layers[0].self_attn.num_kv_heads
     return KVCache(
         num_layers=config.num_layers,
         num_slots=num_slots,

@@ -34,6 +34,7 @@ SHAPES = StaticShapes(
     prefill_chunk=64,
     num_seqs_buckets=(1, 2, 3),
     context_buckets=(32, 64, 128),
+    partial_drafts=(2,),
 )
 
 

@@ -23,8 +23,8 @@ from tests.tiny import write_drafter, write_target
 
 CONFIGS = Path(__file__).parents[2] / "configs"
 SPECULATIVE, BASELINE = "trn2-llama-3.1-8b.yaml", "trn2-llama-3.1-8b-baseline.yaml"
-MAX_TOKENS = 24
-TAPS = (1, 8, 15, 22, 29)
+MAX_TOKENS = 16
+TAPS = (0, 1, 2, 3, 4)
 
 
 def load(name: str) -> dict[str, Any]:
@@ -50,8 +50,9 @@ def on_this_machine(name: str, folder: Path) -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def pair(tmp_path_factory: pytest.TempPathFactory, packaged_target: Path) -> Path:
-    """32 layers, 32 query and 8 key/value heads, five tapped layers, block size 10, llama3 rope:
-    what the 8B pair has, on a 32nd of its width."""
+    """32 query and 8 key/value heads, five tapped layers, block size 10, llama3 rope: what the 8B
+    pair has, on a 32nd of its width and a fifth of its depth (every layer costs eight processes two
+    sums over all of them, here on however few cores)."""
     folder = tmp_path_factory.mktemp("trn2")
     scaling = {
         "rope_type": "llama3",
@@ -66,7 +67,7 @@ def pair(tmp_path_factory: pytest.TempPathFactory, packaged_target: Path) -> Pat
         vocab_size=49152,
         hidden_size=128,
         intermediate_size=448,
-        num_hidden_layers=32,
+        num_hidden_layers=6,
         num_attention_heads=32,
         num_key_value_heads=8,
         head_dim=4,
@@ -77,7 +78,7 @@ def pair(tmp_path_factory: pytest.TempPathFactory, packaged_target: Path) -> Pat
     write_drafter(
         folder / "drafter",
         target,
-        layers=5,
+        layers=2,
         block_size=10,
         target_layer_ids=TAPS,
         intermediate_size=384,
@@ -107,6 +108,7 @@ def speculative(http_port: int, pair: Path) -> Iterator[Application]:
         yield app
 
 
+@pytest.mark.timeout(900)
 def test_eight_ranks_and_a_drafter_give_the_tokens_of_the_baseline(
     speculative: Application, prompts: list[list[int]], baseline: list[list[int]]
 ) -> None:
