@@ -156,12 +156,16 @@ class TestCommand:
             (folder / "model.safetensors").unlink()
         return ["--target", str(target), "--drafter", str(drafter)]
 
-    def run(self, tmp_path: Path, pair: list[str], **changes: Any) -> tuple[int, str]:
+    def run(
+        self, tmp_path: Path, pair: list[str], *, baseline: bool = False, **changes: Any
+    ) -> tuple[int, str]:
         """On the configuration with one context length and one length of prompt."""
         config = yaml.safe_load(CONFIG.read_text(encoding="utf-8"))
         args = config["applications"][0]["args"]
         args |= {"context_buckets": [2048], "prefill_chunk_size": 32}
         args["speculation"] |= changes
+        if baseline:
+            args["speculation"] = None
         changed = tmp_path / "config.yaml"
         changed.write_text(json.dumps(config))
         result = CliRunner().invoke(command, [str(changed), *pair])
@@ -174,6 +178,12 @@ class TestCommand:
         assert "6 graphs, 0 violations" in output
         assert output.count("of 24 GiB") == 2
         assert "int32[1, 10]" in output and "bfloat16[32, 64]" in output
+
+    def test_the_baseline_is_the_target_alone(self, pair: list[str], tmp_path: Path) -> None:
+        status, output = self.run(tmp_path, pair, baseline=True)
+        assert status == 0, output
+        assert "verify B=1 L=1 C=2048" in output and "L=10" not in output
+        assert "2 graphs, 0 violations" in output
 
     def test_a_pair_that_does_not_fit_the_configuration(
         self, pair: list[str], tmp_path: Path

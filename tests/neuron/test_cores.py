@@ -65,6 +65,7 @@ def name() -> str:
     return f"test-{uuid.uuid4()}"
 
 
+@pytest.mark.skipif(sys.platform != "linux", reason="Neuron devices are Linux devices")
 class TestClaims:
     def test_a_name_has_one_holder_until_it_is_released(self, name: str) -> None:
         first = claim(name)
