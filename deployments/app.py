@@ -6,9 +6,10 @@ from ray.serve import Application
 
 from deployments.api.openai_protocol import MAX_STOP_TOKEN_IDS
 from deployments.app_args import AppArgs, WorkerArgs
+from deployments.cluster_resources import NEURON_CORES, require
 from deployments.drafter import Drafter
 from deployments.router import Router
-from deployments.specs import DrafterSpec, VerifierSpec
+from deployments.specs import DrafterSpec, NeuronSpec, VerifierSpec
 from deployments.verifier import Verifier
 from dflash_core.checkpoint import (
     load_drafter_config,
@@ -36,6 +37,7 @@ def build(args: AppArgs) -> Application:
 
     Raises:
         CheckpointError, ConfigError, PairingError: naming the field, the values and the remedy.
+        ResourcesMissing: the cluster has not what one replica of each model reserves.
     """
     folder = resolve(args.target.model, revision=args.target.revision)
     target = load_target_config(folder)
@@ -52,6 +54,11 @@ def build(args: AppArgs) -> Application:
         drafter_tp=speculation.tensor_parallel_size if speculation else 1,
         max_model_len=args.max_model_len,
     )
+    models = [args.target] if speculation is None else [args.target, speculation]
+    require(
+        [[{"CPU": CONTROL_CPUS}], *(bundles(args, model) for model in models)],
+        args.cluster_wait_s,
+    )
     tapped_layers = drafter.target_layer_ids if drafter is not None else ()
     shapes = args.shapes(args.max_num_seqs)
     row_bytes = len(tapped_layers) * target.hidden_size * DTYPES[args.dtype].itemsize
@@ -65,16 +72,16 @@ def build(args: AppArgs) -> Application:
         + args.max_num_seqs * (args.num_drafts + 1) * LOGPROBS_BYTES,
         tapped_layers=tapped_layers,
         plan_bytes=plan_bytes(shapes),
-        **rank_options(args.target),
+        **rank_options(args, args.target),
     )
     verifier = Verifier.options(
         max_ongoing_requests=args.max_num_seqs + args.max_queued_requests,
         graceful_shutdown_timeout_s=args.drain_timeout_s,
-        **replica_options(args.target),
+        **replica_options(args, args.target),
     ).bind(verifier_spec)
     router = Router.options(
         graceful_shutdown_timeout_s=args.drain_timeout_s,
-        ray_actor_options={"num_cpus": CONTROL_CPUS},
+        ray_actor_options=control_options(args),
     )
     if speculation is None:
         return router.bind(args, verifier_spec, verifier)
@@ -90,9 +97,9 @@ def build(args: AppArgs) -> Application:
         target_revision=args.target.revision,
         runner=speculation.runner,
         slots_per_verifier=args.max_num_seqs,
-        **rank_options(speculation),
+        **rank_options(args, speculation),
     )
-    replicas = Drafter.options(**replica_options(speculation)).bind(drafter_spec)
+    replicas = Drafter.options(**replica_options(args, speculation)).bind(drafter_spec)
     return router.bind(args, verifier_spec, verifier, drafter_spec, replicas)
 
 
@@ -108,24 +115,42 @@ def plan_bytes(shapes: StaticShapes) -> int:
     return max(MIN_CHANNEL_BYTES, shapes.num_slots * per_slot + MESSAGE_OVERHEAD_BYTES)
 
 
-def rank_options(args: WorkerArgs) -> dict:
+def rank_options(args: AppArgs, model: WorkerArgs) -> dict:
+    cores = model.core_map() if args.device == "neuron" else None
     return {
-        "tensor_parallel_size": args.tensor_parallel_size,
-        "num_threads": args.num_threads,
-        "cpus_per_rank": args.cpus_per_rank,
-        "resources_per_rank": args.resources_per_rank,
+        "tensor_parallel_size": model.tensor_parallel_size,
+        "num_threads": model.num_threads,
+        "cpus_per_rank": model.cpus_per_rank,
+        "resources_per_rank": rank_resources(args, model),
+        "neuron": None if cores is None else NeuronSpec(cores, args.logical_nc_config),
     }
 
 
-def replica_options(args: WorkerArgs) -> dict:
-    """One bundle for the replica, one per rank, all on one node."""
-    rank = {"CPU": args.cpus_per_rank, **args.resources_per_rank}
+def rank_resources(args: AppArgs, model: WorkerArgs) -> dict[str, float]:
+    """What a rank reserves besides CPUs: on Trainium a core, so that Ray knows what is left."""
+    cores = {NEURON_CORES: 1.0} if args.device == "neuron" else {}
+    return cores | model.resources_per_rank
+
+
+def bundles(args: AppArgs, model: WorkerArgs) -> list[dict[str, float]]:
+    """One for the replica, one per rank."""
+    rank = {"CPU": model.cpus_per_rank, **rank_resources(args, model)}
+    return [{"CPU": CONTROL_CPUS}, *[rank] * model.tensor_parallel_size]
+
+
+def replica_options(args: AppArgs, model: WorkerArgs) -> dict:
+    """All bundles of a replica are on one node."""
     return {
-        "ray_actor_options": {"num_cpus": CONTROL_CPUS},
+        "ray_actor_options": control_options(args),
         "health_check_period_s": HEALTH_CHECK_PERIOD_S,
-        "placement_group_bundles": [
-            {"CPU": CONTROL_CPUS},
-            *[rank] * args.tensor_parallel_size,
-        ],
+        "placement_group_bundles": bundles(args, model),
         "placement_group_strategy": "STRICT_PACK",
     }
+
+
+def control_options(args: AppArgs) -> dict:
+    """Of the processes that compute nothing. On Trainium they must leave the device alone."""
+    options: dict = {"num_cpus": CONTROL_CPUS}
+    if args.device == "neuron":
+        options["runtime_env"] = {"env_vars": {"TORCH_DEVICE_BACKEND_AUTOLOAD": "0"}}
+    return options

@@ -6,6 +6,8 @@ from typing import Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
+from dflash_core.neuron.cores import CoreMap, check_disjoint
+from dflash_core.neuron.errors import NeuronError
 from dflash_core.shapes import StaticShapes, doublings
 
 Device = Literal["cpu", "cuda", "neuron"]
@@ -25,8 +27,25 @@ class WorkerArgs(Strict):
     num_threads: int = Field(1, ge=1, description="compute threads per rank")
     cpus_per_rank: float = Field(0.5, gt=0, description="Ray CPUs that each rank reserves")
     resources_per_rank: dict[str, float] = Field(
-        default_factory=dict, description="other Ray resources per rank, e.g. neuron_cores: 1"
+        default_factory=dict, description="other Ray resources per rank"
     )
+    neuron_cores: str | None = Field(
+        None, description='device neuron: logical NeuronCores, ranks times replicas, e.g. "0-7"'
+    )
+
+    @model_validator(mode="after")
+    def _check_cores(self) -> WorkerArgs:
+        self.core_map()
+        return self
+
+    def core_map(self) -> CoreMap | None:
+        """The cores of every replica that a node may hold. Raises ValueError."""
+        if self.neuron_cores is None:
+            return None
+        try:
+            return CoreMap.parse(self.neuron_cores, self.tensor_parallel_size)
+        except NeuronError as error:
+            raise ValueError(str(error)) from error
 
 
 class TargetArgs(WorkerArgs):
@@ -65,6 +84,9 @@ class AppArgs(Strict):
     speculation: SpeculationArgs | None = Field(None, description="null: the plain baseline")
     served_model_name: str | None = Field(None, description="default: the target's name")
     device: Device = "cpu"
+    logical_nc_config: Literal[1, 2] = Field(
+        2, description="device neuron: physical NeuronCores per logical one, as on the node (LNC)"
+    )
     dtype: Dtype = "bfloat16"
     max_num_seqs: int = Field(8, ge=1, description="requests that decode at once per Verifier")
     max_model_len: int = Field(2048, ge=2, description="longest prompt + output, in tokens")
@@ -78,6 +100,9 @@ class AppArgs(Strict):
     )
     num_seqs_buckets: list[int] | None = Field(None, description="batch sizes of decode steps")
     context_buckets: list[int] | None = Field(None, description="attention lengths")
+    cluster_wait_s: float = Field(
+        10, ge=0, description="the start waits that long for nodes with the resources it reserves"
+    )
     api_key_env: str | None = Field(
         None, description="environment variable of the Router's process that holds the API key"
     )
@@ -92,6 +117,31 @@ class AppArgs(Strict):
     @model_validator(mode="after")
     def _check_shapes(self) -> AppArgs:
         self.shapes(self.max_num_seqs)
+        return self
+
+    @model_validator(mode="after")
+    def _check_neuron(self) -> AppArgs:
+        parts: dict[str, WorkerArgs] = {"target": self.target}
+        if self.speculation is not None:
+            parts["speculation"] = self.speculation
+        maps = {name: part.core_map() for name, part in parts.items()}
+        missing = [name for name, cores in maps.items() if cores is None]
+        if self.device == "neuron" and missing:
+            raise ValueError(
+                f"device is neuron, but {missing[0]}.neuron_cores is missing; name the logical "
+                'cores of its ranks, e.g. "0-7" (trn2.48xlarge has 0-63)'
+            )
+        if self.device == "neuron" and not self.all_greedy:
+            raise ValueError(
+                "device is neuron, but all_greedy is false: sampling is not among the graphs that "
+                "are compiled for Trainium; set all_greedy: true"
+            )
+        target, drafter = maps["target"], maps.get("speculation")
+        if target is not None and drafter is not None:
+            try:
+                check_disjoint(target, drafter)
+            except NeuronError as error:
+                raise ValueError(str(error)) from error
         return self
 
     @property

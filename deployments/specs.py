@@ -4,7 +4,21 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from dflash_core.neuron.cores import CoreMap
 from dflash_core.shapes import StaticShapes
+
+
+@dataclass(frozen=True)
+class NeuronSpec:
+    """Where a model runs on a Trainium node.
+
+    Attributes:
+        cores: the logical NeuronCores that its replicas may use.
+        logical_nc_config: physical cores per logical one (LNC).
+    """
+
+    cores: CoreMap
+    logical_nc_config: int
 
 
 @dataclass(frozen=True)
@@ -20,6 +34,7 @@ class ModelSpec:
         num_threads: compute threads per rank.
         cpus_per_rank: Ray CPUs that a rank reserves.
         resources_per_rank: further Ray resources per rank, e.g. {"neuron_cores": 1}.
+        neuron: None on other devices.
         channel_bytes: size of a compiled graph's buffer; must hold the largest message.
     """
 
@@ -32,6 +47,7 @@ class ModelSpec:
     num_threads: int
     cpus_per_rank: float
     resources_per_rank: dict[str, float]
+    neuron: NeuronSpec | None
     channel_bytes: int
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from typing import Any
 
 import ray
 from ray.actor import ActorClass, ActorHandle
@@ -11,12 +12,18 @@ from ray.util.placement_group import get_current_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from deployments.specs import ModelSpec
+from dflash_core.gguf import cache_root
+from dflash_core.neuron.claims import claim_group
+from dflash_core.neuron.environment import rank_environment
+from dflash_core.neuron.installation import check_node
+from dflash_core.runtime import open_store
 
 logger = logging.getLogger("ray.serve")
 
 # Not Serve's own: its controller, when it recovers, takes the actors there for its replicas.
 NAMESPACE = "dflash"
 PING_TIMEOUT_S = 10.0
+GROUP_TIMEOUT_S = 30.0  # for the NeuronCores of a replica that is being replaced
 
 
 class WorkerGroup:
@@ -28,10 +35,13 @@ class WorkerGroup:
         lost: done, with the RayActorError as its exception, as soon as a worker has died.
     """
 
-    def __init__(self, names: list[str], workers: list[ActorHandle], pids: list[int]) -> None:
+    def __init__(
+        self, names: list[str], workers: list[ActorHandle], pids: list[int], held: list[Any]
+    ) -> None:
         self.names = names
         self.pids = pids
         self._workers = workers
+        self._held = held  # what must live as long as the workers do
         self.lost = asyncio.ensure_future(self._first_death())
         self.lost.add_done_callback(self._report_death)
         self._killed = False
@@ -45,26 +55,35 @@ class WorkerGroup:
 
         Raises:
             ray.exceptions.RayTaskError: what loading raised in a worker.
+            NeuronError: no group of NeuronCores is free on this node, or it is not fit for them.
         """
         names = [f"{owner}-rank{rank}" for rank in range(spec.tensor_parallel_size)]
+        store = open_store()
+        held: list[Any] = [store]
+        cores: list[int | None] = [None] * spec.tensor_parallel_size
+        if spec.neuron is not None:
+            first, claim = await asyncio.to_thread(claim_group, spec.neuron.cores, GROUP_TIMEOUT_S)
+            held.append(claim)
+            cores = list(spec.neuron.cores.group(first))
+            # The workers look, too; but here it takes no eight processes to find out.
+            await asyncio.to_thread(check_node, cores, spec.neuron.logical_nc_config)
         placement_group = get_current_placement_group()
         workers = []
-        for rank, name in enumerate(names):
+        for rank, (name, core) in enumerate(zip(names, cores, strict=True)):
             options = {
                 "name": name,
                 "namespace": NAMESPACE,
                 "num_cpus": spec.cpus_per_rank,
                 "resources": spec.resources_per_rank,
-                "runtime_env": {"env_vars": worker_environment(spec)},
+                "runtime_env": {"env_vars": worker_environment(spec, rank, core, store.port)},
             }
             if placement_group is not None:
                 options["scheduling_strategy"] = PlacementGroupSchedulingStrategy(
                     placement_group, placement_group_bundle_index=1 + rank
                 )
-            workers.append(worker_class.options(**options).remote(spec, rank))
-        port = await workers[0].store_port.remote()
-        pids = await asyncio.gather(*(worker.load.remote(port) for worker in workers))
-        return cls(names, workers, list(pids))
+            workers.append(worker_class.options(**options).remote(spec, rank, core))
+        pids = await asyncio.gather(*(worker.load.remote(store.port) for worker in workers))
+        return cls(names, workers, list(pids), held)
 
     async def check(self) -> None:
         """Raises RayActorError when a worker is dead, TimeoutError when one does not answer, and
@@ -88,10 +107,24 @@ class WorkerGroup:
             ray.kill(worker)
 
 
-def worker_environment(spec: ModelSpec) -> dict[str, str]:
+def worker_environment(
+    spec: ModelSpec, rank: int, core: int | None, store_port: int
+) -> dict[str, str]:
     """Variables that must be set before the worker imports torch."""
-    return {
+    variables = {
         "OMP_NUM_THREADS": str(spec.num_threads),
+        # Idle compute threads sleep: the other model's process may need their cores.
+        "OMP_WAIT_POLICY": "passive",
         # All ranks of a group are on one node; the host's own name need not resolve.
         "GLOO_SOCKET_IFNAME": "lo",
     }
+    if spec.neuron is None or core is None:
+        return variables
+    return variables | rank_environment(
+        rank=rank,
+        size=spec.tensor_parallel_size,
+        core=core,
+        store_port=store_port,
+        logical_nc_config=spec.neuron.logical_nc_config,
+        cache=cache_root() / "neuron",
+    )

@@ -19,8 +19,9 @@ from deployments.graph import STEP_TIMEOUT_S
 from deployments.specs import DrafterSpec, ModelSpec, VerifierSpec
 from dflash_core.checkpoint import resolve
 from dflash_core.messages import DraftPlan, DraftResult, VerifyPlan, VerifyResult
+from dflash_core.neuron.claims import claim_core
 from dflash_core.parallel import TensorParallel
-from dflash_core.runtime import DTYPES, join_group, open_store
+from dflash_core.runtime import DTYPES, join_group, open_device, seal
 from dflash_core.target_runner import TargetRunner
 
 # One compiled graph keeps one thread of "_ray_system" busy, so this is the number of Routers that
@@ -28,6 +29,7 @@ from dflash_core.target_runner import TargetRunner
 # thread behind, asleep. Only the class decorator accepts it.
 MAX_ROUTERS = 16
 CONCURRENCY = {"_ray_system": MAX_ROUTERS, "life": 1}
+CORE_TIMEOUT_S = 30.0  # for the NeuronCore of a worker that is just ending
 
 logger = logging.getLogger("ray.serve")
 
@@ -39,10 +41,10 @@ class StuckStep(Exception):
 class Rank:
     """What a rank of either model does besides its model's work."""
 
-    def __init__(self, spec: ModelSpec, rank: int) -> None:
+    def __init__(self, spec: ModelSpec, rank: int, core: int | None = None) -> None:
         self.spec = spec
         self.rank = rank
-        self.store = open_store() if rank == 0 and spec.tensor_parallel_size > 1 else None
+        self.core = core
         channel_wait.install()
         # Only rank 0 sends features or receives them alone; a large buffer costs shared memory.
         DAGContext.get_current().buffer_size_bytes = spec.channel_bytes if rank == 0 else 1 << 20
@@ -50,15 +52,30 @@ class Rank:
         self.lock = threading.Lock()
         self.step_began: float | None = None
 
-    def store_port(self) -> int:
-        """Where the other ranks rendezvous (0 for a single rank)."""
-        return self.store.port if self.store is not None else 0
-
     def load(self, store_port: int) -> int:
-        """Join the group, load this rank's slices, warm up. Returns the process id."""
-        tp = join_group(self.spec.device, self.rank, self.spec.tensor_parallel_size, store_port)
-        self.runner = self.make_runner(tp, DTYPES[self.spec.dtype], torch.device(self.spec.device))
+        """Check the device, join the group, load this rank's slices, warm up.
+
+        Args:
+            store_port: where the ranks rendezvous.
+
+        Returns:
+            The process id.
+
+        Raises:
+            NeuronError: this node cannot run the rank.
+        """
+        spec = self.spec
+        if spec.neuron is None:
+            device = open_device(spec.device)
+        else:
+            self.claim = claim_core(self.core, CORE_TIMEOUT_S)
+            device = open_device(
+                spec.device, core=self.core, logical_nc_config=spec.neuron.logical_nc_config
+            )
+        tp = join_group(spec.device, self.rank, spec.tensor_parallel_size, store_port)
+        self.runner = self.make_runner(tp, DTYPES[spec.dtype], device)
         self.runner.warm_up()
+        seal(device)
         return os.getpid()
 
     @contextmanager
@@ -109,8 +126,8 @@ class VerifierRank(Rank):
 class DrafterRank(Rank):
     spec: DrafterSpec
 
-    def __init__(self, spec: DrafterSpec, rank: int) -> None:
-        super().__init__(spec, rank)
+    def __init__(self, spec: DrafterSpec, rank: int, core: int | None = None) -> None:
+        super().__init__(spec, rank, core)
         places = spec.shapes.num_slots // spec.slots_per_verifier
         self.free_places = list(range(places))[::-1]
         self.places: dict[str, int] = {}

@@ -12,23 +12,25 @@ vocabulary slice.
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from dflash_core.config import DrafterConfig
+from dflash_core.fused import FusedLinear, fused_columns
 from dflash_core.kv_cache import KVCache
 from dflash_core.layers import (
+    ProjectedAttention,
     RMSNorm,
     SwiGLU,
     attention_mask,
     grouped_attention,
-    heads_per_group,
 )
 from dflash_core.parallel import (
     SINGLE,
     ColumnParallelLinear,
-    RowParallelLinear,
     TensorParallel,
     VocabParallelEmbedding,
 )
@@ -37,38 +39,44 @@ from dflash_core.rope import RotaryEmbedding, rotate
 Rotary = tuple[Tensor, Tensor]
 
 
-class DraftAttention(nn.Module):
+class BlockInputs(NamedTuple):
+    """What every layer of one draft pass shares."""
+
+    rotary: Rotary  # each [B, L, 1, D]
+    rows_R: Tensor  # int64: cache row of each token of the blocks, R = B * L
+    slots_B: Tensor  # int64
+    masks: list[Tensor]  # per layer [B, 1, M * L, C + L], additive
+
+
+class DraftAttention(ProjectedAttention):
     def __init__(self, config: DrafterConfig, tp: TensorParallel) -> None:
-        super().__init__()
-        self.head_dim = config.head_dim
-        q_size = config.num_heads * config.head_dim
-        kv_size = config.num_kv_heads * config.head_dim
-        bias = config.attention_bias
-        self.q_proj = ColumnParallelLinear(config.hidden_size, q_size, bias, tp=tp)
-        self.k_proj, self.v_proj = (
-            ColumnParallelLinear(
-                config.hidden_size, kv_size, bias, tp=tp, shards=config.num_kv_heads
-            )
-            for _ in range(2)
-        )
-        self.o_proj = RowParallelLinear(q_size, config.hidden_size, bias, tp=tp)
+        super().__init__(config, tp)
         self.q_norm = RMSNorm(config.head_dim, config.rms_norm_eps)
         self.k_norm = RMSNorm(config.head_dim, config.rms_norm_eps)
+        self.kv_proj: FusedLinear | None = None
+
+    def fuse(self, packed: bool) -> None:
+        """Replace the loaded layers by fused ones; of context tokens only k and v are computed."""
+        self.kv_proj = fused_columns(self.k_proj, self.v_proj, packed=packed)
+        super().fuse(packed)
 
     def keys_values(self, x: Tensor, rotary: Rotary) -> tuple[Tensor, Tensor]:
         """`[..., H]` -> rotated keys and values, each `[..., G, D]`."""
         heads = (*x.shape[:-1], -1, self.head_dim)
-        return rotate(self.k_norm(self.k_proj(x).view(heads)), rotary), self.v_proj(x).view(heads)
+        if self.kv_proj is None:
+            keys, values = self.k_proj(x).view(heads), self.v_proj(x).view(heads)
+        else:
+            keys, values = self.kv_proj(x).view(heads).chunk(2, dim=-2)
+        return rotate(self.k_norm(keys), rotary), values
 
-    def forward(
-        self, x_BLH: Tensor, rotary: Rotary, k_BCGD: Tensor, v_BCGD: Tensor, mask: Tensor
-    ) -> Tensor:
-        heads = (*x_BLH.shape[:-1], -1, self.head_dim)
-        q_BLND = rotate(self.q_norm(self.q_proj(x_BLH).view(heads)), rotary)
-        k_BLGD, v_BLGD = self.keys_values(x_BLH, rotary)
-        keys = torch.cat((k_BCGD, k_BLGD), dim=1)
-        values = torch.cat((v_BCGD, v_BLGD), dim=1)
-        return self.o_proj(grouped_attention(q_BLND, keys, values, mask))
+    def forward(self, x_BLH: Tensor, inputs: BlockInputs, layer: int, cache: KVCache) -> Tensor:
+        q_BLND, k_BLGD, v_BLGD = self.project(x_BLH)
+        q_BLND = rotate(self.q_norm(q_BLND), inputs.rotary)
+        k_BLGD = rotate(self.k_norm(k_BLGD), inputs.rotary)
+        cache.write(layer, inputs.rows_R, k_BLGD.flatten(0, 1), v_BLGD.flatten(0, 1))
+        mask = inputs.masks[layer]
+        k_BCGD, v_BCGD = cache.read(layer, inputs.slots_B, mask.shape[-1])
+        return self.o_proj(grouped_attention(q_BLND, k_BCGD, v_BCGD, mask))
 
 
 class DraftLayer(nn.Module):
@@ -79,8 +87,8 @@ class DraftLayer(nn.Module):
         self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.mlp = SwiGLU(config.hidden_size, config.intermediate_size, False, tp)
 
-    def forward(self, x_BLH: Tensor, *context: Rotary | Tensor) -> Tensor:
-        x_BLH = x_BLH + self.self_attn(self.input_layernorm(x_BLH), *context)
+    def forward(self, x_BLH: Tensor, inputs: BlockInputs, layer: int, cache: KVCache) -> Tensor:
+        x_BLH = x_BLH + self.self_attn(self.input_layernorm(x_BLH), inputs, layer, cache)
         return x_BLH + self.mlp(self.post_attention_layernorm(x_BLH))
 
 
@@ -97,14 +105,19 @@ class DFlashDrafter(nn.Module):
         self.config = config
         width = len(config.target_layer_ids) * config.hidden_size
         self.fc = nn.Linear(width, config.hidden_size, bias=False)
+        self.feature_size = width
         self.hidden_norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.layers = nn.ModuleList(DraftLayer(config, tp) for _ in range(config.num_layers))
-        self.heads_per_group = heads_per_group(self.layers[0].self_attn)
+        self.heads_per_group = self.layers[0].self_attn.heads_per_group
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         # A block may reach beyond the longest sequence: its last drafts are then of no use.
         self.rotary = RotaryEmbedding(
             config.rope, config.head_dim, max_model_len + config.block_size
         )
+
+    def fuse(self, packed: bool) -> None:
+        """Pack the weight of `fc`."""
+        self.fc = FusedLinear([self.fc.weight], packed=packed)
 
     def inject(
         self, features_RF: Tensor, rows_R: Tensor, positions_R: Tensor, cache: KVCache
@@ -137,33 +150,34 @@ class DFlashDrafter(nn.Module):
             slots_B: int32 `[B]`.
             starts_B: int32 `[B]`, position s of the newest accepted token; the context is < s.
             context_starts_B: int32 `[B]`, first position that has been injected.
-            cache: read only; the block's own keys and values are never kept.
+            cache: the block's keys and values go to the positions s..s+K, which are dead: no
+                block sees a position of the context that was not injected before, and injecting
+                overwrites them. So it needs room for a block after the longest context.
             context_len: a static bucket >= max(starts).
         """
         L = x_BLH.shape[1]
         device, dtype = x_BLH.device, x_BLH.dtype
-        offsets_L = torch.arange(L, device=device, dtype=torch.int32)
-        positions_BL = starts_B[:, None] + offsets_L
-        keys_C = torch.arange(context_len, device=device, dtype=torch.int32)
-        injected_BC = (keys_C >= context_starts_B[:, None]) & (keys_C < starts_B[:, None])
-        rotary = self.rotary(positions_BL, dtype)
-        slots_B = slots_B.long()
+        positions_BL = starts_B[:, None] + torch.arange(L, device=device, dtype=torch.int32)
+        keys_C = torch.arange(context_len + L, device=device, dtype=torch.int32)
+        known_BC = (keys_C >= context_starts_B[:, None]) & (keys_C < starts_B[:, None] + L)
+        distance_BLC = positions_BL[..., None] - keys_C
         masks: dict[tuple[int | None, bool], Tensor] = {}
         kinds = list(zip(self.config.windows, self.config.causal, strict=True))
-        for window, causal in set(kinds):
-            context_BLC = injected_BC[:, None].expand(-1, L, -1)
-            block_LL = torch.ones((L, L), dtype=torch.bool, device=device)
-            distance_LL = offsets_L[:, None] - offsets_L
+        for window, causal in dict.fromkeys(kinds):
+            visible_BLC = known_BC[:, None].expand(-1, L, -1)
             if causal:
-                block_LL = block_LL & (distance_LL >= 0)
+                visible_BLC = visible_BLC & (distance_BLC >= 0)
             if window is not None:
-                context_BLC = context_BLC & (positions_BL[..., None] - keys_C < window)
-                block_LL = block_LL & (distance_LL.abs() < window)
-            visible = torch.cat((context_BLC, block_LL.expand(x_BLH.shape[0], L, L)), dim=-1)
-            masks[window, causal] = attention_mask(visible, dtype, self.heads_per_group)
+                visible_BLC = visible_BLC & (distance_BLC.abs() < window)
+            masks[window, causal] = attention_mask(visible_BLC, dtype, self.heads_per_group)
+        inputs = BlockInputs(
+            rotary=self.rotary(positions_BL, dtype),
+            rows_R=cache.rows(slots_B[:, None], positions_BL).flatten(),
+            slots_B=slots_B.long(),
+            masks=[masks[kind] for kind in kinds],
+        )
         for index, layer in enumerate(self.layers):
-            k_BCGD, v_BCGD = cache.read(index, slots_B, context_len)
-            x_BLH = layer(x_BLH, rotary, k_BCGD, v_BCGD, masks[kinds[index]])
+            x_BLH = layer(x_BLH, inputs, index, cache)
         return self.norm(x_BLH)
 
 
@@ -186,8 +200,18 @@ class TargetVocabulary(nn.Module):
             self.lm_head = None
         else:
             self.lm_head = ColumnParallelLinear(hidden_size, vocab_size, tp=tp)
+        self.fused_head: FusedLinear | None = None
+
+    def fuse(self, packed: bool) -> None:
+        """Pack the head; a tied embedding keeps its plain table for looking tokens up."""
+        if packed:
+            head = self.embed_tokens if self.lm_head is None else self.lm_head
+            self.fused_head = FusedLinear([head.weight], packed=True)
+            self.lm_head = None
 
     def logits(self, hidden: Tensor) -> Tensor:
         """`[..., H]` -> this rank's vocabulary slice of the logits, `[..., Vr]`."""
+        if self.fused_head is not None:
+            return self.fused_head(hidden)
         head = self.embed_tokens if self.lm_head is None else self.lm_head
         return F.linear(hidden, head.weight)

@@ -10,13 +10,18 @@ import torch
 
 from dflash_core.checkpoint import Checkpoint, load_drafter_config, load_target_config
 from dflash_core.config import DrafterConfig
+from dflash_core.draft_step import DraftStep, InjectStep
 from dflash_core.drafter import DFlashDrafter, TargetVocabulary
+from dflash_core.fused import packable
 from dflash_core.kv_cache import KVCache
+from dflash_core.layers import fuse
 from dflash_core.loading import build
 from dflash_core.messages import DraftPlan, DraftResult, Features, Span
-from dflash_core.parallel import SINGLE, TensorParallel, parallel_argmax
+from dflash_core.parallel import SINGLE, TensorParallel
 from dflash_core.plans import scratch_draft_plan
+from dflash_core.runtime import compile_step, warm_shapes
 from dflash_core.shapes import StaticShapes, bucket
+from dflash_core.step_shapes import draft_shapes, inject_shapes
 
 
 class DrafterRunner:
@@ -46,15 +51,19 @@ class DrafterRunner:
         self.dtype = dtype
         self.device = device
         self.tp = tp
-        num_kv_heads = model.layers[0].self_attn.k_proj.weight.shape[0] // self.config.head_dim
+        num_kv_heads = model.layers[0].self_attn.num_kv_heads
         self.cache = KVCache(
             num_layers=self.config.num_layers,
             num_slots=shapes.num_slots,
-            max_len=shapes.max_model_len,
+            max_len=shapes.max_model_len + self.config.block_size,
             num_kv_heads=num_kv_heads,
             head_dim=self.config.head_dim,
             dtype=dtype,
             device=device,
+        )
+        self.inject_step = compile_step(InjectStep(model, self.cache), device)
+        self.step = compile_step(
+            DraftStep(model, vocabulary, self.cache, shapes.num_drafts, tp), device
         )
 
     @classmethod
@@ -90,69 +99,74 @@ class DrafterRunner:
             prefix="model.",
             partial=True,
         )
+        packed = packable(dtype, device)
+        if packed:
+            fuse(model, packed)
+            fuse(vocabulary, packed)
         return cls(model, vocabulary, shapes, dtype=dtype, device=device, tp=tp)
 
     @torch.inference_mode()
     def draft(self, plan: DraftPlan) -> DraftResult:
-        """Run one plan. Every rank computes the same result."""
+        """Run one plan. Every rank computes the same result.
+
+        Raises ValueError: features of another width or dtype.
+        """
         began = time.monotonic()
         if plan.features is not None:
-            self._inject(plan.features, plan.row_slots, plan.row_positions)
-        tokens = self._draft(plan) if len(plan.tokens) else []
+            self._check(plan.features)
+        sequences, rows = len(plan.tokens), len(plan.row_slots)
+        # The rows of a decode step fit into the draft's own graph; a prompt's are injected first.
+        batch = bucket(self.shapes.num_seqs_buckets, sequences) if sequences else 0
+        own_rows = batch * (self.shapes.num_drafts + 1)
+        if rows > own_rows:
+            self.inject_step(*self._rows(plan, bucket(self.shapes.draft_row_buckets, rows)))
+            rows = 0
+        tokens = []
+        if sequences:
+            drafts_BK = self.step(
+                *self._rows(plan if rows else None, own_rows),
+                self._padded(plan.tokens, batch, 0),
+                self._padded(plan.slots, batch, self.cache.scratch_slot),
+                self._padded(plan.starts, batch, 0),
+                self._padded(plan.context_starts, batch, 0),
+                bucket(self.shapes.context_buckets, max(1, int(plan.starts.max()))),
+            )
+            tokens = drafts_BK.tolist()[:sequences]
         return DraftResult(tokens, Span(began, time.monotonic()))
 
     def warm_up(self) -> None:
-        """Run every batch size and number of rows once, on the scratch slot, with no context."""
-        width = self.model.fc.in_features
-        row_bytes = width * self.dtype.itemsize
-        for rows in self.shapes.draft_row_buckets:
-            batch = min(rows // (self.shapes.num_drafts + 1), self.shapes.num_slots)
-            data = np.zeros(rows * row_bytes, dtype=np.uint8)
-            features = Features(data, rows, width, str(self.dtype).removeprefix("torch."))
-            self.draft(scratch_draft_plan(self.shapes, max(1, batch), features))
+        """Run every shape once, on the scratch slot."""
+        width = self.model.feature_size
+        dtype = str(self.dtype).removeprefix("torch.")
+        for shape in inject_shapes(self.shapes):
+            data = np.zeros(shape.rows * width * self.dtype.itemsize, dtype=np.uint8)
+            features = Features(data, shape.rows, width, dtype)
+            self.draft(scratch_draft_plan(self.shapes, 0, features))
+        for shape in warm_shapes(draft_shapes(self.shapes), self.device):
+            self.draft(scratch_draft_plan(self.shapes, shape.batch, None, start=shape.context))
 
-    def _inject(self, features: Features, row_slots: np.ndarray, row_positions: np.ndarray) -> None:
-        if features.width != self.model.fc.in_features or features.dtype != str(
-            self.dtype
-        ).removeprefix("torch."):
+    def _check(self, features: Features) -> None:
+        dtype = str(self.dtype).removeprefix("torch.")
+        if features.width != self.model.feature_size or features.dtype != dtype:
             raise ValueError(
                 f"features are [{features.rows}, {features.width}] {features.dtype}; this drafter "
-                f"takes width {self.model.fc.in_features} and {self.dtype}"
+                f"takes width {self.model.feature_size} and {self.dtype}"
             )
-        rows = features.rows
-        padded = bucket(self.shapes.draft_row_buckets, rows)
-        host_RF = torch.zeros((padded, features.width), dtype=self.dtype)
-        # The bytes may lie in shared memory that the sender will reuse: this copy is the transfer.
-        host_RF.view(torch.uint8).view(-1).numpy()[: features.data.nbytes] = features.data
-        features_RF = host_RF.to(self.device)
-        slots_R = self._padded(row_slots, padded, self.cache.scratch_slot)
-        positions_R = self._padded(row_positions, padded, 0)
-        valid_R = torch.arange(padded, device=self.device) < rows
-        cache_rows_R = self.cache.rows(slots_R, positions_R, valid_R)
-        self.model.inject(features_RF, cache_rows_R, positions_R, self.cache)
 
-    def _draft(self, plan: DraftPlan) -> list[list[int]]:
-        sequences = len(plan.tokens)
-        batch = bucket(self.shapes.num_seqs_buckets, sequences)
-        tokens_BL = torch.full(
-            (batch, plan.num_drafts + 1),
-            self.config.mask_token_id,
-            dtype=torch.int32,
-            device=self.device,
+    def _rows(self, plan: DraftPlan | None, padded: int) -> tuple[torch.Tensor, ...]:
+        """Features, slots and positions of the plan's rows (None: of none), padded."""
+        host_RF = torch.zeros((padded, self.model.feature_size), dtype=self.dtype)
+        slots = positions = np.zeros(0, dtype=np.int32)
+        if plan is not None:
+            slots, positions, data = plan.row_slots, plan.row_positions, plan.features.data
+            # The bytes may lie in shared memory that the sender will reuse: this copy is the
+            # transfer.
+            host_RF.view(torch.uint8).view(-1).numpy()[: data.nbytes] = data
+        return (
+            host_RF.to(self.device),
+            self._padded(slots, padded, self.cache.scratch_slot),
+            self._padded(positions, padded, 0),
         )
-        tokens_BL[:, 0] = self._padded(plan.tokens, batch, 0)
-        context_len = bucket(self.shapes.context_buckets, max(1, int(plan.starts.max())))
-        hidden_BLH = self.model(
-            self.vocabulary.embed_tokens(tokens_BL),
-            self._padded(plan.slots, batch, self.cache.scratch_slot),
-            self._padded(plan.starts, batch, 0),
-            self._padded(plan.context_starts, batch, 0),
-            self.cache,
-            context_len,
-        )
-        logits_BKVr = self.vocabulary.logits(hidden_BLH[:, 1:])
-        # Cut on the host: on the device the shape must not depend on how many sequences there are.
-        return parallel_argmax(logits_BKVr, self.tp).tolist()[:sequences]
 
     def _padded(self, values: np.ndarray, length: int, fill: int) -> torch.Tensor:
         padded = np.full(length, fill, dtype=np.int32)

@@ -10,6 +10,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from dflash_core.config import DrafterConfig, TargetConfig
+from dflash_core.fused import FusedLinear, FusedRows, fused_columns
 from dflash_core.parallel import SINGLE, ColumnParallelLinear, RowParallelLinear, TensorParallel
 
 
@@ -35,15 +37,66 @@ class SwiGLU(nn.Module):
         self.gate_proj = ColumnParallelLinear(hidden_size, intermediate_size, bias, tp=tp)
         self.up_proj = ColumnParallelLinear(hidden_size, intermediate_size, bias, tp=tp)
         self.down_proj = RowParallelLinear(intermediate_size, hidden_size, bias, tp=tp)
+        self.gate_up_proj: FusedLinear | None = None
+
+    def fuse(self, packed: bool) -> None:
+        """Replace the loaded layers by fused ones."""
+        self.gate_up_proj = fused_columns(self.gate_proj, self.up_proj, packed=packed)
+        self.down_proj = FusedRows(self.down_proj, packed=packed)
+        self.gate_proj = self.up_proj = None
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
+        if self.gate_up_proj is None:
+            gate, up = self.gate_proj(x), self.up_proj(x)
+        else:
+            gate, up = self.gate_up_proj(x).chunk(2, dim=-1)
+        return self.down_proj(F.silu(gate) * up)
 
 
-def heads_per_group(attention: nn.Module) -> int:
-    """Query heads per key/value head of this rank (fewer than in all where the latter are
-    replicated over ranks)."""
-    return attention.q_proj.weight.shape[0] // attention.k_proj.weight.shape[0]
+class ProjectedAttention(nn.Module):
+    """The projections of an attention layer: queries, keys, values (by heads) and output."""
+
+    def __init__(self, config: TargetConfig | DrafterConfig, tp: TensorParallel) -> None:
+        super().__init__()
+        self.head_dim = config.head_dim
+        q_size = config.num_heads * config.head_dim
+        kv_size = config.num_kv_heads * config.head_dim
+        bias, kv_heads = config.attention_bias, config.num_kv_heads
+        self.q_proj = ColumnParallelLinear(config.hidden_size, q_size, bias, tp=tp)
+        self.k_proj, self.v_proj = (
+            ColumnParallelLinear(config.hidden_size, kv_size, bias, tp=tp, shards=kv_heads)
+            for _ in range(2)
+        )
+        self.o_proj = RowParallelLinear(q_size, config.hidden_size, bias, tp=tp)
+        # Of this rank; where key/value heads are replicated over ranks, a group is smaller.
+        self.num_heads = len(self.q_proj.weight) // self.head_dim
+        self.num_kv_heads = len(self.k_proj.weight) // self.head_dim
+        self.qkv_proj: FusedLinear | None = None
+
+    @property
+    def heads_per_group(self) -> int:
+        return self.num_heads // self.num_kv_heads
+
+    def fuse(self, packed: bool) -> None:
+        """Replace the loaded layers by fused ones."""
+        self.qkv_proj = fused_columns(self.q_proj, self.k_proj, self.v_proj, packed=packed)
+        self.o_proj = FusedRows(self.o_proj, packed=packed)
+        self.q_proj = self.k_proj = self.v_proj = None
+
+    def project(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """`[..., H]` -> queries `[..., N, D]`, keys and values `[..., G, D]`."""
+        heads = (*x.shape[:-1], -1, self.head_dim)
+        if self.qkv_proj is None:
+            return tuple(each(x).view(heads) for each in (self.q_proj, self.k_proj, self.v_proj))
+        sizes = (self.num_heads, self.num_kv_heads, self.num_kv_heads)
+        return self.qkv_proj(x).view(heads).split(sizes, dim=-2)
+
+
+def fuse(model: nn.Module, packed: bool) -> None:
+    """Fuse every layer of a loaded model that can be fused, and pack the weights if asked to."""
+    for module in list(model.modules()):
+        if callable(getattr(module, "fuse", None)):
+            module.fuse(packed)
 
 
 def attention_mask(visible_BLC: Tensor, dtype: torch.dtype, heads_per_group: int) -> Tensor:

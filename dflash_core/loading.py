@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 
 import torch
 from torch import nn
@@ -13,6 +14,71 @@ from dflash_core.parallel import Shard
 
 WHOLE = Shard()
 COMPUTED = "rotary_emb.inv_freq"  # old Llama exports carry this table; it follows from the config
+
+
+@dataclass(frozen=True)
+class Piece:
+    """What one parameter of a rank takes from a checkpoint.
+
+    Attributes:
+        parameter: name in the module.
+        tensor: name in the checkpoint.
+        shard: which slice of it.
+        shape: of the slice.
+    """
+
+    parameter: str
+    tensor: str
+    shard: Shard
+    shape: tuple[int, ...]
+
+
+def shard_plan(
+    model: nn.Module,
+    checkpoint: Checkpoint,
+    *,
+    prefix: str = "",
+    partial: bool = False,
+    unused: frozenset[str] = frozenset(),
+) -> list[Piece]:
+    """The slices that fill this rank's module, checked in name and shape; nothing is read.
+
+    Args:
+        model: the rank's module, on the meta device, say.
+        prefix, partial, unused: see `build`.
+
+    Raises:
+        CheckpointError: a missing, unexpected or wrongly shaped tensor.
+    """
+    parameters = dict(model.named_parameters())
+    names = {
+        name.removeprefix(prefix): name
+        for name in checkpoint.names()
+        if not name.endswith(COMPUTED)
+    }
+    missing = sorted(parameters.keys() - names.keys())
+    unexpected = [] if partial else sorted(names.keys() - parameters.keys() - unused)
+    if missing or unexpected:
+        raise CheckpointError(
+            f"{checkpoint.folder}: weights do not match the architecture of its config.json; "
+            f"missing: {missing[:8] or 'none'}, unexpected: {unexpected[:8] or 'none'}. "
+            "Check that the folder holds the model that the config describes."
+        )
+    plan = []
+    for name, parameter in parameters.items():
+        shard = getattr(parameter, "shard", WHOLE)
+        expected = list(parameter.shape)
+        actual = list(checkpoint.shape(names[name]))
+        if shard.dim is not None and len(actual) == len(expected):
+            whole = actual[shard.dim]
+            actual[shard.dim] = min(shard.length, max(0, whole - shard.start))
+        if expected != actual:
+            raise CheckpointError(
+                f"{checkpoint.folder}: tensor {names[name]} gives this rank shape {actual}, "
+                f"its config.json implies {expected}"
+            )
+        plan.append(Piece(name, names[name], shard, tuple(expected)))
+    return plan
 
 
 def build(
@@ -40,36 +106,12 @@ def build(
     """
     with torch.device("meta"):
         model = make()
-    parameters = dict(model.named_parameters())
-    names = {
-        name.removeprefix(prefix): name
-        for name in checkpoint.names()
-        if not name.endswith(COMPUTED)
-    }
-    missing = sorted(parameters.keys() - names.keys())
-    unexpected = [] if partial else sorted(names.keys() - parameters.keys() - unused)
-    if missing or unexpected:
-        raise CheckpointError(
-            f"{checkpoint.folder}: weights do not match the architecture of its config.json; "
-            f"missing: {missing[:8] or 'none'}, unexpected: {unexpected[:8] or 'none'}. "
-            "Check that the folder holds the model that the config describes."
-        )
-    for name, parameter in parameters.items():
-        shard = getattr(parameter, "shard", WHOLE)
-        expected = list(parameter.shape)
-        actual = list(checkpoint.shape(names[name]))
-        if shard.dim is not None and len(actual) == len(expected):
-            whole = actual[shard.dim]
-            actual[shard.dim] = min(shard.length, max(0, whole - shard.start))
-        if expected != actual:
-            raise CheckpointError(
-                f"{checkpoint.folder}: tensor {names[name]} gives this rank shape {actual}, "
-                f"its config.json implies {expected}"
-            )
+    for piece in shard_plan(model, checkpoint, prefix=prefix, partial=partial, unused=unused):
+        shard = piece.shard
         weight = checkpoint.read(
-            names[name], dim=shard.dim, start=shard.start, length=shard.length or None
+            piece.tensor, dim=shard.dim, start=shard.start, length=shard.length or None
         )
-        owner_name, _, leaf = name.rpartition(".")
+        owner_name, _, leaf = piece.parameter.rpartition(".")
         loaded = nn.Parameter(weight.to(device=device, dtype=dtype), requires_grad=False)
         setattr(model.get_submodule(owner_name), leaf, loaded)
     return model.to(device).eval()

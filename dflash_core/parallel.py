@@ -9,6 +9,7 @@ Shape legend: B batch, L block length, H hidden, V vocabulary, Vr vocabulary sli
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import torch
@@ -16,6 +17,8 @@ import torch.distributed as dist
 import torch.distributed._functional_collectives as funcol
 from torch import Tensor, nn
 from torch.nn import functional as F
+
+ARGMAX_GROUPS = 128
 
 
 @dataclass(frozen=True)
@@ -129,14 +132,18 @@ class VocabParallelEmbedding(nn.Module):
         self.tp = tp
         self.shard = split(vocab_size, tp, "vocab_size")
         self.weight = sharded(nn.Parameter(torch.empty(self.shard.length, hidden_size)), self.shard)
+        # A tensor, not a number: so every rank compiles the same graph.
+        with torch.device("cpu"):
+            first_id = torch.tensor([self.shard.start], dtype=torch.int32)
+        self.register_buffer("first_id", first_id, persistent=False)
 
     def forward(self, tokens_BL: Tensor) -> Tensor:
-        """`[B, L]` int -> `[B, L, H]`, equal on every rank."""
-        local_BL = tokens_BL.long() - self.shard.start
+        """`[B, L]` int32 -> `[B, L, H]`, equal on every rank."""
         if self.tp.size == 1:
-            return F.embedding(local_BL, self.weight)
+            return F.embedding(tokens_BL.long(), self.weight)
+        local_BL = tokens_BL - self.first_id
         mine_BL = (local_BL >= 0) & (local_BL < self.shard.length)
-        x_BLH = F.embedding(local_BL.clamp(0, self.shard.length - 1), self.weight)
+        x_BLH = F.embedding(local_BL.clamp(0, self.shard.length - 1).long(), self.weight)
         return self.tp.all_reduce(x_BLH * mine_BL[..., None].to(x_BLH.dtype))
 
 
@@ -153,12 +160,31 @@ def parallel_argmax(logits_BLVr: Tensor, tp: TensorParallel) -> Tensor:
         int32 `[B, L]`, equal on every rank.
     """
     if tp.size == 1:
-        return logits_BLVr.argmax(dim=-1).to(torch.int32)
+        return first_argmax(logits_BLVr).to(torch.int32)
     value_BL, index_BL = logits_BLVr.float().max(dim=-1)
-    index_BL = (index_BL + tp.rank * logits_BLVr.shape[-1]).to(torch.int32)
-    values_RBL, indices_RBL = tp.all_gather(value_BL), tp.all_gather(index_BL)
+    values_RBL = tp.all_gather(value_BL)
+    indices_RBL = tp.all_gather(index_BL.to(torch.int32))
     winner_1BL = values_RBL.argmax(dim=0, keepdim=True)
-    return indices_RBL.gather(0, winner_1BL)[0]
+    # The winner's number, not this rank's own, gives the offset: the graph is that of every rank.
+    token_1BL = indices_RBL.gather(0, winner_1BL) + winner_1BL * logits_BLVr.shape[-1]
+    return token_1BL[0].to(torch.int32)
+
+
+def first_argmax(x_BLV: Tensor) -> Tensor:
+    """`argmax(dim=-1)`, the lowest index among equals; int64 `[B, L]`.
+
+    PyTorch's CPU kernel takes 0.18 ms for a row of 49152, a maximum (vectorised) 0.01 ms: so the
+    group with the maximum is found first, then the place within.
+    """
+    B, L, V = x_BLV.shape
+    groups = math.gcd(V, ARGMAX_GROUPS)
+    if not x_BLV.is_cpu or groups < ARGMAX_GROUPS:
+        return x_BLV.argmax(dim=-1)
+    x_BLGS = x_BLV.view(B, L, groups, -1)
+    group_BL = x_BLGS.amax(dim=-1).argmax(dim=-1)
+    index = group_BL[..., None, None].expand(B, L, 1, V // groups)
+    place_BL = x_BLGS.gather(2, index)[:, :, 0].argmax(dim=-1)
+    return group_BL * (V // groups) + place_BL
 
 
 def gather_vocabulary(logits_BLVr: Tensor, tp: TensorParallel) -> Tensor:

@@ -116,22 +116,26 @@ def _positions(piece: ContextPiece) -> np.ndarray:
 
 
 def scratch_verify_plan(
-    shapes: StaticShapes, batch: int, length: int, *, prefill: bool = False
+    shapes: StaticShapes, batch: int, length: int, *, prefill: bool = False, start: int = 0
 ) -> VerifyPlan:
-    """A plan of that shape which touches nothing but the scratch slot: for warming up."""
+    """A plan of that shape, after `start` positions, which touches nothing but the scratch slot:
+    for warming up."""
     ones = np.ones(batch, dtype=np.int32)
     return VerifyPlan(
         tokens=np.zeros((batch, length), dtype=np.int32),
         slots=ones * shapes.num_slots,
-        starts=ones * 0,
+        starts=ones * start,
         lengths=ones * length,
         prefill=prefill,
         with_features=True,
     )
 
 
-def scratch_draft_plan(shapes: StaticShapes, batch: int, features: Features | None) -> DraftPlan:
-    """A plan that injects these features and drafts, in nothing but the scratch slot."""
+def scratch_draft_plan(
+    shapes: StaticShapes, batch: int, features: Features | None, *, start: int = 1
+) -> DraftPlan:
+    """A plan that injects these features and drafts after `start` positions, in nothing but the
+    scratch slot."""
     ones = np.ones(batch, dtype=np.int32)
     row_ones = np.ones(features.rows if features else 0, dtype=np.int32)
     return DraftPlan(
@@ -140,7 +144,7 @@ def scratch_draft_plan(shapes: StaticShapes, batch: int, features: Features | No
         row_positions=row_ones * 0,
         tokens=ones * 0,
         slots=ones * shapes.num_slots,
-        starts=ones,
+        starts=ones * start,
         context_starts=ones * 0,
         num_drafts=shapes.num_drafts,
     )

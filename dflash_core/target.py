@@ -15,18 +15,18 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from dflash_core.config import TargetConfig
+from dflash_core.fused import FusedLinear
 from dflash_core.kv_cache import KVCache
 from dflash_core.layers import (
+    ProjectedAttention,
     RMSNorm,
     SwiGLU,
     attention_mask,
     grouped_attention,
-    heads_per_group,
 )
 from dflash_core.parallel import (
     SINGLE,
     ColumnParallelLinear,
-    RowParallelLinear,
     TensorParallel,
     VocabParallelEmbedding,
 )
@@ -42,28 +42,14 @@ class LayerInputs(NamedTuple):
     mask: Tensor  # [B, 1, M * L, C], additive
 
 
-class Attention(nn.Module):
+class Attention(ProjectedAttention):
     def __init__(self, config: TargetConfig, layer: int, tp: TensorParallel) -> None:
-        super().__init__()
+        super().__init__(config, tp)
         self.layer = layer
-        self.head_dim = config.head_dim
-        q_size = config.num_heads * config.head_dim
-        kv_size = config.num_kv_heads * config.head_dim
-        bias = config.attention_bias
-        self.q_proj = ColumnParallelLinear(config.hidden_size, q_size, bias, tp=tp)
-        self.k_proj, self.v_proj = (
-            ColumnParallelLinear(
-                config.hidden_size, kv_size, bias, tp=tp, shards=config.num_kv_heads
-            )
-            for _ in range(2)
-        )
-        self.o_proj = RowParallelLinear(q_size, config.hidden_size, bias, tp=tp)
 
     def forward(self, x_BLH: Tensor, inputs: LayerInputs, cache: KVCache) -> Tensor:
-        heads = (*x_BLH.shape[:2], -1, self.head_dim)
-        q_BLND = rotate(self.q_proj(x_BLH).view(heads), inputs.rotary)
-        k_BLGD = rotate(self.k_proj(x_BLH).view(heads), inputs.rotary)
-        v_BLGD = self.v_proj(x_BLH).view(heads)
+        q_BLND, k_BLGD, v_BLGD = self.project(x_BLH)
+        q_BLND, k_BLGD = rotate(q_BLND, inputs.rotary), rotate(k_BLGD, inputs.rotary)
         cache.write(self.layer, inputs.rows_R, k_BLGD.flatten(0, 1), v_BLGD.flatten(0, 1))
         k_BCGD, v_BCGD = cache.read(self.layer, inputs.slots_B, inputs.mask.shape[-1])
         return self.o_proj(grouped_attention(q_BLND, k_BCGD, v_BCGD, inputs.mask))
@@ -109,13 +95,21 @@ class LlamaTarget(nn.Module):
         self.layers = nn.ModuleList(
             DecoderLayer(config, layer, tp) for layer in range(config.num_layers)
         )
-        self.heads_per_group = heads_per_group(self.layers[0].self_attn)
+        self.heads_per_group = self.layers[0].self_attn.heads_per_group
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.rotary = RotaryEmbedding(config.rope, config.head_dim, max_model_len)
         if config.tie_word_embeddings:
             self.lm_head = None
         else:
             self.lm_head = ColumnParallelLinear(config.hidden_size, config.vocab_size, tp=tp)
+        self.fused_head: FusedLinear | None = None
+
+    def fuse(self, packed: bool) -> None:
+        """Pack the head; a tied embedding keeps its plain table for looking tokens up."""
+        if packed:
+            head = self.embed_tokens if self.lm_head is None else self.lm_head
+            self.fused_head = FusedLinear([head.weight], packed=True)
+            self.lm_head = None
 
     def forward(
         self,
@@ -166,5 +160,8 @@ class LlamaTarget(nn.Module):
 
     def logits(self, hidden: Tensor) -> Tensor:
         """`[..., H]` -> this rank's vocabulary slice of the logits, `[..., Vr]`."""
+        hidden = self.norm(hidden)
+        if self.fused_head is not None:
+            return self.fused_head(hidden)
         head = self.embed_tokens if self.lm_head is None else self.lm_head
-        return F.linear(self.norm(hidden), head.weight)
+        return F.linear(hidden, head.weight)

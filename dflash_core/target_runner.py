@@ -11,19 +11,18 @@ import torch
 from dflash_core import sampler
 from dflash_core.checkpoint import Checkpoint, load_target_config
 from dflash_core.config import TargetConfig
+from dflash_core.fused import packable
 from dflash_core.kv_cache import KVCache
+from dflash_core.layers import fuse
 from dflash_core.loading import build
 from dflash_core.messages import Features, Span, VerifyPlan, VerifyResult
-from dflash_core.parallel import (
-    SINGLE,
-    TensorParallel,
-    gather_vocabulary,
-    parallel_argmax,
-)
+from dflash_core.parallel import SINGLE, TensorParallel
 from dflash_core.plans import scratch_verify_plan
+from dflash_core.runtime import compile_step, warm_shapes
 from dflash_core.shapes import StaticShapes, bucket
+from dflash_core.step_shapes import target_shapes
 from dflash_core.target import LlamaTarget
-from dflash_core.verify import accept
+from dflash_core.target_step import PrefillStep, TargetStep
 
 
 class TargetRunner:
@@ -48,7 +47,7 @@ class TargetRunner:
         self.shapes = shapes
         self.dtype = dtype
         self.device = device
-        num_kv_heads = model.layers[0].self_attn.k_proj.weight.shape[0] // self.config.head_dim
+        num_kv_heads = model.layers[0].self_attn.num_kv_heads
         self.cache = KVCache(
             num_layers=self.config.num_layers,
             num_slots=shapes.num_slots,
@@ -58,6 +57,8 @@ class TargetRunner:
             dtype=dtype,
             device=device,
         )
+        self.step = compile_step(TargetStep(model, self.cache), device)
+        self.prefill_step = compile_step(PrefillStep(model, self.cache), device)
 
     @classmethod
     def load(
@@ -83,6 +84,9 @@ class TargetRunner:
             prefix="model.",
             unused=tied,
         )
+        packed = packable(dtype, device)
+        if packed:
+            fuse(model, packed)
         return cls(model, shapes, dtype=dtype, device=device)
 
     @torch.inference_mode()
@@ -95,46 +99,36 @@ class TargetRunner:
             self.shapes.context_buckets,
             min(int((plan.starts + plan.lengths).max()), self.shapes.max_model_len),
         )
-        hidden_BLH, features_BLF = self.model(
-            tokens_BL, slots_B, starts_B, lengths_B, self.cache, context_len
-        )
-        if plan.prefill:
-            last_B = lengths_B.long() - 1
-            rows_B = torch.arange(len(last_B), device=self.device)
-            hidden_BLH = hidden_BLH[rows_B, last_B][:, None]
-        logits_BLV = self.model.logits(hidden_BLH)
-        if plan.sampling is None:
-            chosen_BL = parallel_argmax(logits_BLV, self.model.tp)
-        else:
-            logits_BLV = gather_vocabulary(logits_BLV, self.model.tp)
-            inputs = sampler.sampler_inputs(
-                plan.sampling, len(logits_BLV), self.config.vocab_size, self.device
+        sampling = None
+        if plan.sampling is not None:
+            sampling = sampler.sampler_inputs(
+                plan.sampling, len(tokens_BL), self.config.vocab_size, self.device
             )
-            drafts_BK = tokens_BL[:, 1 : logits_BLV.shape[1]]
-            chosen_BL = sampler.choose(logits_BLV, drafts_BK, inputs)
-        if plan.prefill:
-            emitted = [1] * sequences
-            committed = plan.lengths.tolist()
-        else:
-            accepted_B = accept(tokens_BL, lengths_B, chosen_BL)
-            emitted = (accepted_B[:sequences] + 1).tolist()
-            committed = emitted
-        chosen = chosen_BL[:sequences].tolist()
+        step = self.prefill_step if plan.prefill else self.step
+        output = step(tokens_BL, slots_B, starts_B, lengths_B, context_len, sampling)
+        emitted = (output.accepted_B[:sequences] + 1).tolist()
+        chosen = output.chosen_BL[:sequences].tolist()
         tokens = [row[:count] for row, count in zip(chosen, emitted, strict=True)]
+        committed = plan.lengths.tolist() if plan.prefill else emitted
         logprobs = None
         if plan.sampling is not None and plan.sampling.num_logprobs.max() >= 0:
-            logprobs = sampler.logprobs(logits_BLV[:sequences], tokens, plan.sampling.num_logprobs)
-        features = self._pack(features_BLF, committed) if plan.with_features else None
+            logprobs = sampler.logprobs(
+                output.logits_BLV[:sequences], tokens, plan.sampling.num_logprobs
+            )
+        features = self._pack(output.features_BLF, committed) if plan.with_features else None
         return VerifyResult(tokens, features, Span(began, time.monotonic()), logprobs)
 
     def warm_up(self) -> None:
-        """Run every shape once on the scratch slot."""
-        shapes = self.shapes
-        for batch in shapes.num_seqs_buckets:
-            for length in shapes.block_lengths:
-                self.verify(scratch_verify_plan(shapes, batch, length))
-        for length in shapes.prefill_buckets:
-            self.verify(scratch_verify_plan(shapes, 1, length, prefill=True))
+        """Run every shape once, on the scratch slot."""
+        for shape in warm_shapes(target_shapes(self.shapes), self.device):
+            plan = scratch_verify_plan(
+                self.shapes,
+                shape.batch,
+                shape.length,
+                prefill=shape.prefill,
+                start=shape.context - shape.length,
+            )
+            self.verify(plan)
 
     def _inputs(self, plan: VerifyPlan) -> tuple[torch.Tensor, ...]:
         """Pad the plan to its bucket; padding sequences live in the scratch slot."""

@@ -18,9 +18,9 @@ def accept(tokens_BL: Tensor, lengths_B: Tensor, chosen_BL: Tensor) -> Tensor:
     token.
 
     Returns:
-        int64 `[B]`, between 0 and lengths - 1.
+        int32 `[B]`, between 0 and lengths - 1.
     """
     drafts_BK = tokens_BL[:, 1:]
     offsets_K = torch.arange(1, tokens_BL.shape[1], device=tokens_BL.device)
     matches_BK = (drafts_BK == chosen_BL[:, :-1]) & (offsets_K < lengths_B[:, None])
-    return matches_BK.long().cumprod(dim=1).sum(dim=1)
+    return matches_BK.int().cumprod(dim=1).sum(dim=1).int()

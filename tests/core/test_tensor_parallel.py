@@ -142,6 +142,18 @@ def test_a_size_that_cannot_be_split_names_itself() -> None:
         split(131, TensorParallel(0, 2, object()), "vocab_size")
 
 
+@pytest.mark.parametrize("vocabulary", [131, 256, 1280])
+def test_argmax_is_the_lowest_of_equals(vocabulary: int) -> None:
+    generator = torch.Generator().manual_seed(0)
+    # Few values, so that every row has its maximum many times over.
+    logits = torch.randint(-9, 3, (3, 7, vocabulary), generator=generator).bfloat16()
+    logits[0, 0] = -torch.inf
+    for row, chosen in zip(
+        logits.flatten(0, 1), parallel_argmax(logits, SINGLE).flatten(), strict=True
+    ):
+        assert chosen == row.tolist().index(row.max())
+
+
 def test_argmax_of_one_rank_is_plain_argmax() -> None:
     logits = torch.tensor([[[0.0, 3.0, 3.0], [1.0, 0.5, 0.0]]])
     assert parallel_argmax(logits, SINGLE).tolist() == [[1, 0]]

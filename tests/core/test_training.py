@@ -179,8 +179,9 @@ def test_training_forward_equals_the_served_drafter_position_by_position(tmp_pat
         )
         slots, positions = torch.arange(B)[:, None], torch.arange(S)[None]
         rows = cache.rows(slots, positions, torch.ones((B, S), dtype=torch.bool)).flatten()
-        served.inject(features.flatten(0, 1), rows, positions.expand(B, S).flatten(), cache)
         for a in range(A):
+            # A block overwrites the positions that follow its anchor, so once for each.
+            served.inject(features.flatten(0, 1), rows, positions.expand(B, S).flatten(), cache)
             hidden = served(
                 blocks[:, a],
                 torch.arange(B),

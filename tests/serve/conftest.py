@@ -31,6 +31,7 @@ def http_port() -> Iterator[int]:
         env["DFLASH_CACHE"] = os.environ["DFLASH_CACHE"]
     ray.init(
         num_cpus=32,  # logical: many small applications share the machine's cores
+        resources={"neuron_cores": 64},  # as many as a trn2.48xlarge; nothing is behind them
         include_dashboard=False,
         object_store_memory=1 << 30,
         runtime_env={"env_vars": env},

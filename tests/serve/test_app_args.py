@@ -118,6 +118,37 @@ class TestRefused:
         assert [".".join(map(str, error["loc"])) for error in refusal.value.errors()] == [field]
 
 
+class TestNeuron:
+    TARGET = {"model": "t", "tensor_parallel_size": 8, "neuron_cores": "0-7"}
+
+    def parse(self, **changes: Any) -> AppArgs:
+        return parse(target=self.TARGET, device="neuron", all_greedy=True, **changes)
+
+    def test_every_replica_of_a_node_may_have_cores_of_its_own(self) -> None:
+        args = self.parse(speculation=SPECULATION | {"neuron_cores": "8-14"})
+        assert args.target.core_map().firsts == (0,)
+        assert args.speculation.core_map().firsts == tuple(range(8, 15))
+
+    @pytest.mark.parametrize(
+        ("changes", "message"),
+        [
+            ({"target": {"model": "t"}}, r"target\.neuron_cores is missing; name the logical"),
+            ({"speculation": SPECULATION}, r"speculation\.neuron_cores is missing"),
+            ({"speculation": SPECULATION | {"neuron_cores": "7"}}, "share 7; a core belongs to"),
+            ({"target": TARGET | {"neuron_cores": "0-6"}}, "are 7 cores; .* needs 8"),
+            ({"target": TARGET | {"neuron_cores": "4-11"}}, "start at a multiple of 8"),
+            ({"all_greedy": False}, "sampling is not among the graphs .* set all_greedy: true"),
+        ],
+    )
+    def test_what_cannot_run_there_is_refused(self, changes: dict[str, Any], message: str) -> None:
+        made = {"target": self.TARGET, "device": "neuron", "all_greedy": True} | changes
+        with pytest.raises(ValidationError, match=message):
+            parse(**made)
+
+    def test_on_a_cpu_the_same_cores_are_only_read(self) -> None:
+        assert parse(target=self.TARGET).target.core_map() is not None
+
+
 class TestShapes:
     def test_they_follow_from_the_args(self) -> None:
         shapes = parse(

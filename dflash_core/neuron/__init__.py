@@ -1,0 +1,1 @@
+"""What is special about AWS Trainium: cores, environment variables, the installation's checks."""
