@@ -20,12 +20,13 @@ from deployments.api.errors import InvalidRequest
 from dflash_core.sampling import MAX_LOGPROBS
 
 TokenId = Annotated[int, Field(ge=0)]
-StopString = Annotated[str, Field(min_length=1)]
+StopString = Annotated[str, Field(min_length=1, max_length=1024)]
 FiniteNumber = Annotated[float, Field(allow_inf_nan=False)]
 NumLogprobs = Annotated[int, Field(ge=0, le=MAX_LOGPROBS)]
 
 MAX_CHOICES = 128  # of one request: prompts times n
 MAX_STOP_TOKEN_IDS = 1024
+MAX_STOP_STRINGS = 64  # each of them is looked for in every piece of the output
 
 # Parameters whose other values would change the answer, with the values that do not.
 NEUTRAL_VALUES: dict[str, tuple[Any, ...]] = {
@@ -77,7 +78,7 @@ class GenerationBody(BaseModel):
 
     model: str | None = None
     max_tokens: int | None = Field(None, ge=1)
-    stop: StopString | list[StopString] | None = None
+    stop: StopString | Annotated[list[StopString], Field(max_length=MAX_STOP_STRINGS)] | None = None
     stop_token_ids: list[TokenId] | None = Field(None, max_length=MAX_STOP_TOKEN_IDS)
     ignore_eos: bool | None = None
     stream: bool | None = None

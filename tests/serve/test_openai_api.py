@@ -425,6 +425,8 @@ class TestBadRequests:
             ("stop", ""),
             ("stop", 5),
             ("stop", ["a", ""]),
+            ("stop", ["a"] * 65),
+            ("stop", "a" * 1025),
             ("stop_token_ids", [-1]),
             ("stop_token_ids", 7),
             ("stream", "yes"),
