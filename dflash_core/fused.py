@@ -52,8 +52,14 @@ class FusedLinear(nn.Module):
         self.register_buffer("weight", weight_OI, persistent=False)
         self.register_buffer("bias", bias_O, persistent=False)
 
-    def forward(self, x: Tensor) -> Tensor:
-        """`[..., I]` -> `[..., O]`."""
+    def forward(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
+        """`[..., I]` -> `[..., O]`, plus `residual` (then rounded once, not twice, if packed)."""
+        if self.packed and residual is not None:
+            return torch.ops.mkldnn._linear_pointwise.binary(
+                x, residual, self.weight, self.bias, "add"
+            )
+        if residual is not None:
+            return residual + F.linear(x, self.weight, self.bias)
         if self.packed:
             return torch.ops.mkldnn._linear_pointwise(x, self.weight, self.bias, "none", [], "")
         return F.linear(x, self.weight, self.bias)
@@ -68,9 +74,13 @@ class FusedRows(nn.Module):
         self.bias = layer.bias
         self.linear = FusedLinear([layer.weight], packed=packed)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
+        """As `RowParallelLinear.forward`, plus `residual`."""
+        if self.tp.size == 1 and self.bias is None:
+            return self.linear(x, residual)
         y = self.tp.all_reduce(self.linear(x))
-        return y if self.bias is None else y + self.bias
+        y = y if self.bias is None else y + self.bias
+        return y if residual is None else residual + y
 
 
 def fused_columns(*layers: ColumnParallelLinear, packed: bool) -> FusedLinear:

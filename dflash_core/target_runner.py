@@ -11,6 +11,11 @@ import torch
 from dflash_core import sampler
 from dflash_core.checkpoint import Checkpoint, load_target_config
 from dflash_core.config import TargetConfig
+from dflash_core.cpu_rounding import (
+    MIN_PRODUCT_ROWS,
+    attention_length,
+    rounding_differs,
+)
 from dflash_core.fused import packable
 from dflash_core.kv_cache import KVCache
 from dflash_core.layers import fuse
@@ -47,11 +52,12 @@ class TargetRunner:
         self.shapes = shapes
         self.dtype = dtype
         self.device = device
+        self.careful = rounding_differs(dtype, device)
         num_kv_heads = model.layers[0].self_attn.num_kv_heads
         self.cache = KVCache(
             num_layers=self.config.num_layers,
             num_slots=shapes.num_slots,
-            max_len=shapes.max_model_len,
+            max_len=self._attention_length(shapes.max_model_len),
             num_kv_heads=num_kv_heads,
             head_dim=self.config.head_dim,
             dtype=dtype,
@@ -99,6 +105,7 @@ class TargetRunner:
             self.shapes.context_buckets,
             min(int((plan.starts + plan.lengths).max()), self.shapes.max_model_len),
         )
+        context_len = self._attention_length(context_len)
         sampling = None
         if plan.sampling is not None:
             sampling = sampler.sampler_inputs(
@@ -130,15 +137,20 @@ class TargetRunner:
             )
             self.verify(plan)
 
+    def _attention_length(self, positions: int) -> int:
+        return attention_length(positions) if self.careful else positions
+
     def _inputs(self, plan: VerifyPlan) -> tuple[torch.Tensor, ...]:
         """Pad the plan to its bucket; padding sequences live in the scratch slot."""
         sequences, length = plan.tokens.shape
         batch = sequences if plan.prefill else bucket(self.shapes.num_seqs_buckets, sequences)
+        if self.careful:
+            length = max(length, -(-MIN_PRODUCT_ROWS // batch))
         tokens = np.zeros((batch, length), dtype=np.int32)
         slots = np.full(batch, self.cache.scratch_slot, dtype=np.int32)
         starts = np.zeros(batch, dtype=np.int32)
         lengths = np.ones(batch, dtype=np.int32)
-        tokens[:sequences] = plan.tokens
+        tokens[:sequences, : plan.tokens.shape[1]] = plan.tokens
         slots[:sequences] = plan.slots
         starts[:sequences] = plan.starts
         lengths[:sequences] = plan.lengths
