@@ -36,7 +36,7 @@ class RMSNorm(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         size = x.shape[-1]
-        if self.mirrored_weight is None:
+        if self.mirrored_weight is None or torch.compiler.is_compiling():
             return F.rms_norm(x, (size,), self.weight, self.eps)
         mirrored = torch.cat((x, -x), dim=-1)
         y = torch.layer_norm(mirrored, (2 * size,), self.mirrored_weight, None, self.eps)

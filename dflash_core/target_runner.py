@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from pathlib import Path
 
@@ -23,11 +24,13 @@ from dflash_core.loading import build
 from dflash_core.messages import Features, Span, VerifyPlan, VerifyResult
 from dflash_core.parallel import SINGLE, TensorParallel
 from dflash_core.plans import scratch_verify_plan
-from dflash_core.runtime import compile_step, warm_shapes
+from dflash_core.runtime import compile_step, compiled, warm_shapes
 from dflash_core.shapes import StaticShapes, bucket
 from dflash_core.step_shapes import target_shapes
 from dflash_core.target import LlamaTarget
 from dflash_core.target_step import PrefillStep, TargetStep
+
+logger = logging.getLogger(__name__)
 
 
 class TargetRunner:
@@ -63,8 +66,10 @@ class TargetRunner:
             dtype=dtype,
             device=device,
         )
-        self.step = compile_step(TargetStep(model, self.cache), device)
-        self.prefill_step = compile_step(PrefillStep(model, self.cache), device)
+        plain = TargetStep(model, self.cache), PrefillStep(model, self.cache)
+        self.step, self.prefill_step = (compile_step(step, device) for step in plain)
+        # The sampler looks at as many candidates as the logits call for: no static graph.
+        self.sampled_step, self.sampled_prefill_step = plain
 
     @classmethod
     def load(
@@ -111,7 +116,10 @@ class TargetRunner:
             sampling = sampler.sampler_inputs(
                 plan.sampling, len(tokens_BL), self.config.vocab_size, self.device
             )
-        step = self.prefill_step if plan.prefill else self.step
+        if sampling is None:
+            step = self.prefill_step if plan.prefill else self.step
+        else:
+            step = self.sampled_prefill_step if plan.prefill else self.sampled_step
         output = step(tokens_BL, slots_B, starts_B, lengths_B, context_len, sampling)
         emitted = (output.accepted_B[:sequences] + 1).tolist()
         chosen = output.chosen_BL[:sequences].tolist()
@@ -127,7 +135,10 @@ class TargetRunner:
 
     def warm_up(self) -> None:
         """Run every shape once, on the scratch slot."""
-        for shape in warm_shapes(target_shapes(self.shapes), self.device):
+        shapes = warm_shapes(target_shapes(self.shapes), self.device)
+        for number, shape in enumerate(shapes, 1):
+            if compiled(self.device):
+                logger.info("target: step %d of %d, %s", number, len(shapes), shape)
             plan = scratch_verify_plan(
                 self.shapes,
                 shape.batch,
