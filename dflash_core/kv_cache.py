@@ -50,7 +50,7 @@ class KVCache(nn.Module):
         self.max_len = max_len
         shape = (num_slots + 1, max_len, num_kv_heads, head_dim)
         self.layers = nn.ModuleList(LayerCache(shape, dtype, device) for _ in range(num_layers))
-        self._kept_views: dict[tuple[int, int], list[tuple[Tensor, Tensor]]] = {}
+        self._kept_views: dict[tuple[int, int, int], list[tuple[Tensor, Tensor]]] = {}
 
     @property
     def keys(self) -> list[Tensor]:
@@ -84,17 +84,19 @@ class KVCache(nn.Module):
 
     def read(self, layer: int, slots_B: Tensor, context_len: int) -> tuple[Tensor, Tensor]:
         """Keys and values of positions 0..context_len-1, each `[B, C, G, D]`."""
-        if len(slots_B) == 1 and slots_B.is_cpu and not torch.compiler.is_compiling():
-            return self._views(int(slots_B), context_len)[layer]
+        if slots_B.is_cpu and not torch.compiler.is_compiling():
+            first, last = int(slots_B[0]), int(slots_B[-1])
+            if slots_B.tolist() == list(range(first, last + 1)):
+                return self._views(first, last + 1, context_len)[layer]
         cache = self.layers[layer]
         keys, values = cache.keys[:, :context_len], cache.values[:, :context_len]
         return keys.index_select(0, slots_B), values.index_select(0, slots_B)
 
-    def _views(self, slot: int, context_len: int) -> list[tuple[Tensor, Tensor]]:
-        """All layers' keys and values of one sequence: nothing is gathered, nothing copied."""
-        key = (slot, context_len)
+    def _views(self, first: int, end: int, context_len: int) -> list[tuple[Tensor, Tensor]]:
+        """All layers' keys and values of neighbouring slots (or one): nothing is copied."""
+        key = (first, end, context_len)
         if key not in self._kept_views:
-            place = (slice(slot, slot + 1), slice(context_len))
+            place = (slice(first, end), slice(context_len))
             self._kept_views[key] = [
                 (layer.keys[place], layer.values[place]) for layer in self.layers
             ]

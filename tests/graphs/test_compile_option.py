@@ -38,9 +38,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def inductor() -> Iterator[None]:
-    config = torch._dynamo.config
     torch._dynamo.reset()
-    with config.patch(recompile_limit=config.recompile_limit):  # set_compiler raises it
+    limits = dict.fromkeys(("recompile_limit", "accumulated_recompile_limit"), runtime.MAX_GRAPHS)
+    with torch._dynamo.config.patch(limits):  # as set_compiler does for good
         runtime.set_compiler("inductor")
         yield
     runtime.set_compiler("eager")

@@ -64,12 +64,13 @@ def neuron_runtime(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     for runner in ("target_runner", "drafter_runner"):
         monkeypatch.setattr(f"dflash_core.{runner}.compile_step", compile_step)
         monkeypatch.setattr(f"dflash_core.{runner}.warm_shapes", lambda shapes, device: shapes)
-    for name in ("recompile_limit", "accumulated_recompile_limit"):
-        monkeypatch.setattr(torch._dynamo.config, name, runtime.MAX_GRAPHS)
     fallbacks = SimpleNamespace(get_fallback_ops=lambda: ["aten::nothing"])
     monkeypatch.setitem(sys.modules, "torch_neuronx", fallbacks)
     torch._dynamo.reset()
-    yield
+    # Not monkeypatch: undoing that would delete torch's options.
+    limits = dict.fromkeys(("recompile_limit", "accumulated_recompile_limit"), runtime.MAX_GRAPHS)
+    with torch._dynamo.config.patch(limits):
+        yield
     torch.compiler.set_stance("default")
     torch._dynamo.reset()
 
