@@ -66,6 +66,7 @@ def build(args: AppArgs) -> Application:
         model=args.target.model,
         revision=args.target.revision,
         dtype=args.dtype,
+        compile=args.compile,
         device=args.device,
         shapes=shapes,
         channel_bytes=channel_bytes(shapes.max_draft_rows, row_bytes)
@@ -90,6 +91,7 @@ def build(args: AppArgs) -> Application:
         model=speculation.drafter,
         revision=speculation.revision,
         dtype=args.dtype,
+        compile=args.compile,
         device=args.device,
         shapes=draft_shapes,
         channel_bytes=channel_bytes(draft_shapes.max_draft_rows, row_bytes),

@@ -11,6 +11,7 @@ from dflash_core.neuron.errors import NeuronError
 from dflash_core.shapes import StaticShapes, doublings
 
 Device = Literal["cpu", "cuda", "neuron"]
+Compiler = Literal["eager", "inductor"]
 Dtype = Literal["bfloat16", "float16", "float32"]
 
 
@@ -88,6 +89,11 @@ class AppArgs(Strict):
         2, description="device neuron: physical NeuronCores per logical one, as on the node (LNC)"
     )
     dtype: Dtype = "bfloat16"
+    compile: Compiler = Field(
+        "eager",
+        description="how steps run on the CPU and on cuda: eager, or compiled at the start, one "
+        "graph per bucket (inductor; needs a C++ compiler); device neuron always compiles",
+    )
     max_num_seqs: int = Field(8, ge=1, description="requests that decode at once per Verifier")
     max_model_len: int = Field(2048, ge=2, description="longest prompt + output, in tokens")
     prefill_chunk_size: int = Field(256, ge=1, description="prompt tokens per step")

@@ -29,6 +29,7 @@ class ModelSpec:
         model: checkpoint name (hub id, folder or package://).
         revision: hub revision, or None.
         dtype, device: names, e.g. "bfloat16", "cpu".
+        compile: "eager" or "inductor", see `dflash_core.runtime.set_compiler`.
         shapes: static shapes of this model.
         tensor_parallel_size: ranks, one process each.
         num_threads: compute threads per rank.
@@ -41,6 +42,7 @@ class ModelSpec:
     model: str
     revision: str | None
     dtype: str
+    compile: str
     device: str
     shapes: StaticShapes
     tensor_parallel_size: int

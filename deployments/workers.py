@@ -21,7 +21,7 @@ from dflash_core.checkpoint import resolve
 from dflash_core.messages import DraftPlan, DraftResult, VerifyPlan, VerifyResult
 from dflash_core.neuron.claims import claim_core
 from dflash_core.parallel import TensorParallel
-from dflash_core.runtime import DTYPES, join_group, open_device, seal
+from dflash_core.runtime import DTYPES, join_group, open_device, seal, set_compiler
 from dflash_core.target_runner import TargetRunner
 
 # One compiled graph keeps one thread of "_ray_system" busy, so this is the number of Routers that
@@ -73,6 +73,9 @@ class Rank:
                 spec.device, core=self.core, logical_nc_config=spec.neuron.logical_nc_config
             )
         tp = join_group(spec.device, self.rank, spec.tensor_parallel_size, store_port)
+        set_compiler(spec.compile)
+        if spec.compile != "eager":
+            logging.basicConfig(level=logging.INFO)  # the warm-up takes minutes: show where it is
         self.runner = self.make_runner(tp, DTYPES[spec.dtype], device)
         self.runner.warm_up()
         seal(device)

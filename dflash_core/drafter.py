@@ -70,13 +70,14 @@ class DraftAttention(ProjectedAttention):
         return rotate(self.k_norm(keys), rotary), values
 
     def forward(self, x_BLH: Tensor, inputs: BlockInputs, layer: int, cache: KVCache) -> Tensor:
+        """What the heads attend to, before the output projection."""
         q_BLND, k_BLGD, v_BLGD = self.project(x_BLH)
         q_BLND = rotate(self.q_norm(q_BLND), inputs.rotary)
         k_BLGD = rotate(self.k_norm(k_BLGD), inputs.rotary)
         cache.write(layer, inputs.rows_R, k_BLGD.flatten(0, 1), v_BLGD.flatten(0, 1))
         mask = inputs.masks[layer]
         k_BCGD, v_BCGD = cache.read(layer, inputs.slots_B, mask.shape[-1])
-        return self.o_proj(grouped_attention(q_BLND, k_BCGD, v_BCGD, mask))
+        return grouped_attention(q_BLND, k_BCGD, v_BCGD, mask)
 
 
 class DraftLayer(nn.Module):
@@ -88,8 +89,9 @@ class DraftLayer(nn.Module):
         self.mlp = SwiGLU(config.hidden_size, config.intermediate_size, False, tp)
 
     def forward(self, x_BLH: Tensor, inputs: BlockInputs, layer: int, cache: KVCache) -> Tensor:
-        x_BLH = x_BLH + self.self_attn(self.input_layernorm(x_BLH), inputs, layer, cache)
-        return x_BLH + self.mlp(self.post_attention_layernorm(x_BLH))
+        attended = self.self_attn(self.input_layernorm(x_BLH), inputs, layer, cache)
+        x_BLH = self.self_attn.output(attended, x_BLH)
+        return self.mlp(self.post_attention_layernorm(x_BLH), x_BLH)
 
 
 class DFlashDrafter(nn.Module):

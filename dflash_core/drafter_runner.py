@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from pathlib import Path
 
@@ -19,9 +20,11 @@ from dflash_core.loading import build
 from dflash_core.messages import DraftPlan, DraftResult, Features, Span
 from dflash_core.parallel import SINGLE, TensorParallel
 from dflash_core.plans import scratch_draft_plan
-from dflash_core.runtime import compile_step, warm_shapes
+from dflash_core.runtime import compile_step, compiled, warm_shapes
 from dflash_core.shapes import StaticShapes, bucket
 from dflash_core.step_shapes import draft_shapes, inject_shapes
+
+logger = logging.getLogger(__name__)
 
 
 class DrafterRunner:
@@ -142,7 +145,10 @@ class DrafterRunner:
             data = np.zeros(shape.rows * width * self.dtype.itemsize, dtype=np.uint8)
             features = Features(data, shape.rows, width, dtype)
             self.draft(scratch_draft_plan(self.shapes, 0, features))
-        for shape in warm_shapes(draft_shapes(self.shapes), self.device):
+        shapes = warm_shapes(draft_shapes(self.shapes), self.device)
+        for number, shape in enumerate(shapes, 1):
+            if compiled(self.device):
+                logger.info("drafter: step %d of %d, %s", number, len(shapes), shape)
             self.draft(scratch_draft_plan(self.shapes, shape.batch, None, start=shape.context))
 
     def _check(self, features: Features) -> None:

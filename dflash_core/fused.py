@@ -3,13 +3,16 @@
 The modules that a checkpoint is loaded into keep its names; `fuse` replaces them afterwards. Packed
 means laid out for oneDNN's bf16 kernels: with few rows a step is bound by how fast weights are
 read, and from a row-major weight they are read at half the speed (measured: 1.8 times at 1-8 rows,
-1.1 times at 64). A packed weight is opaque to a compiler, which packs for itself; it gives the same
-bits as the plain one.
+1.1 times at 64); the result is the plain one's, bit for bit. A packed weight is opaque to a
+compiler, so a graph holds a key in its place, which is looked up when it runs.
 
 Shape legend: O output size, I input size.
 """
 
 from __future__ import annotations
+
+import itertools
+from weakref import WeakValueDictionary
 
 import torch
 from torch import Tensor, nn
@@ -17,6 +20,8 @@ from torch.nn import functional as F
 
 from dflash_core.parallel import ColumnParallelLinear, RowParallelLinear, TensorParallel
 
+_keys = itertools.count()
+_layers: WeakValueDictionary[int, FusedLinear] = WeakValueDictionary()
 ROWS_HINT = 8  # what the packed layout is chosen for; it is the same from 1 to 64
 
 
@@ -51,12 +56,34 @@ class FusedLinear(nn.Module):
             weight_OI = torch.ops.mkldnn._reorder_linear_weight(weight_OI.contiguous(), ROWS_HINT)
         self.register_buffer("weight", weight_OI, persistent=False)
         self.register_buffer("bias", bias_O, persistent=False)
+        key = next(_keys)
+        self.register_buffer("key", torch.tensor(key, dtype=torch.int32), persistent=False)
+        _layers[key] = self
 
-    def forward(self, x: Tensor) -> Tensor:
-        """`[..., I]` -> `[..., O]`."""
+    def forward(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
+        """`[..., I]` -> `[..., O]`, plus `residual` (then rounded once, not twice, if packed)."""
+        if self.packed and torch.compiler.is_compiling():
+            return torch.ops.dflash.packed_linear(x, self.key, sum(self.sizes), residual)
+        if self.packed and residual is not None:
+            return torch.ops.mkldnn._linear_pointwise.binary(
+                x, residual, self.weight, self.bias, "add"
+            )
+        if residual is not None:
+            return residual + F.linear(x, self.weight, self.bias)
         if self.packed:
             return torch.ops.mkldnn._linear_pointwise(x, self.weight, self.bias, "none", [], "")
         return F.linear(x, self.weight, self.bias)
+
+
+@torch.library.custom_op("dflash::packed_linear", mutates_args=())
+def packed_linear(x: Tensor, key: Tensor, size: int, residual: Tensor | None) -> Tensor:
+    """`FusedLinear.forward` of the layer with that key, `size` outputs, as a graph sees it."""
+    return _layers[int(key)](x, residual)
+
+
+@packed_linear.register_fake
+def _(x: Tensor, key: Tensor, size: int, residual: Tensor | None) -> Tensor:
+    return x.new_empty((*x.shape[:-1], size))
 
 
 class FusedRows(nn.Module):
@@ -68,9 +95,13 @@ class FusedRows(nn.Module):
         self.bias = layer.bias
         self.linear = FusedLinear([layer.weight], packed=packed)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
+        """As `RowParallelLinear.forward`, plus `residual`."""
+        if self.tp.size == 1 and self.bias is None:
+            return self.linear(x, residual)
         y = self.tp.all_reduce(self.linear(x))
-        return y if self.bias is None else y + self.bias
+        y = y if self.bias is None else y + self.bias
+        return y if residual is None else residual + y
 
 
 def fused_columns(*layers: ColumnParallelLinear, packed: bool) -> FusedLinear:

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from dflash_core.config import DrafterConfig, TargetConfig
+from dflash_core.cpu_rounding import MIN_ATTENTION_ROWS, rounding_differs
 from dflash_core.fused import FusedLinear, FusedRows, fused_columns
 from dflash_core.parallel import SINGLE, ColumnParallelLinear, RowParallelLinear, TensorParallel
 
@@ -22,9 +23,24 @@ class RMSNorm(nn.Module):
         super().__init__()
         self.weight = nn.Parameter(torch.empty(size))
         self.eps = eps
+        self.register_buffer("mirrored_weight", None, persistent=False)
+
+    def fuse(self, packed: bool) -> None:
+        """Use one kernel where there is one (packed: bf16 on the CPU).
+
+        PyTorch's CPU has none for an RMS norm, which then is a dozen operations, but one for a
+        layer norm; and the layer norm of (x, -x), whose mean is 0, begins with the RMS norm of x.
+        """
+        if packed:
+            self.mirrored_weight = torch.cat((self.weight, self.weight)).detach()
 
     def forward(self, x: Tensor) -> Tensor:
-        return F.rms_norm(x, (x.shape[-1],), self.weight, self.eps)
+        size = x.shape[-1]
+        if self.mirrored_weight is None or torch.compiler.is_compiling():
+            return F.rms_norm(x, (size,), self.weight, self.eps)
+        mirrored = torch.cat((x, -x), dim=-1)
+        y = torch.layer_norm(mirrored, (2 * size,), self.mirrored_weight, None, self.eps)
+        return y[..., :size]
 
 
 class SwiGLU(nn.Module):
@@ -45,12 +61,12 @@ class SwiGLU(nn.Module):
         self.down_proj = FusedRows(self.down_proj, packed=packed)
         self.gate_proj = self.up_proj = None
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
         if self.gate_up_proj is None:
-            gate, up = self.gate_proj(x), self.up_proj(x)
-        else:
-            gate, up = self.gate_up_proj(x).chunk(2, dim=-1)
-        return self.down_proj(F.silu(gate) * up)
+            y = self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
+            return y if residual is None else residual + y
+        gate, up = self.gate_up_proj(x).chunk(2, dim=-1)
+        return self.down_proj(F.silu(gate) * up, residual)
 
 
 class ProjectedAttention(nn.Module):
@@ -83,6 +99,12 @@ class ProjectedAttention(nn.Module):
         self.o_proj = FusedRows(self.o_proj, packed=packed)
         self.q_proj = self.k_proj = self.v_proj = None
 
+    def output(self, attended: Tensor, residual: Tensor) -> Tensor:
+        """residual + o_proj(attended)."""
+        if self.qkv_proj is None:
+            return residual + self.o_proj(attended)
+        return self.o_proj(attended, residual)
+
     def project(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """`[..., H]` -> queries `[..., N, D]`, keys and values `[..., G, D]`."""
         heads = (*x.shape[:-1], -1, self.head_dim)
@@ -100,14 +122,18 @@ def fuse(model: nn.Module, packed: bool) -> None:
 
 
 def attention_mask(visible_BLC: Tensor, dtype: torch.dtype, heads_per_group: int) -> Tensor:
-    """bool (True = may attend) -> additive mask for `grouped_attention`, `[B, 1, M * L, C]`.
+    """bool (True = may attend) -> additive mask for `grouped_attention`, `[B, 1, rows, C]`.
 
     Built once per forward pass. Its negative value is finite: a fully masked row stays free of
-    NaN, which -inf would not.
+    NaN, which -inf would not. Rows are M * L, or more where `grouped_attention` is to pad them.
     """
     B, L, C = visible_BLC.shape
     mask_BLC = torch.where(visible_BLC, 0.0, torch.finfo(dtype).min / 2).to(dtype)
-    return mask_BLC[:, None].expand(B, heads_per_group, L, C).reshape(B, 1, -1, C)
+    mask = mask_BLC[:, None].expand(B, heads_per_group, L, C).reshape(B, 1, -1, C)
+    padding = MIN_ATTENTION_ROWS - heads_per_group * L
+    if padding > 0 and rounding_differs(dtype, mask.device):
+        mask = F.pad(mask, (0, 0, 0, padding))
+    return mask
 
 
 def grouped_attention(q_BLND: Tensor, k_BCGD: Tensor, v_BCGD: Tensor, mask: Tensor) -> Tensor:
@@ -118,8 +144,12 @@ def grouped_attention(q_BLND: Tensor, k_BCGD: Tensor, v_BCGD: Tensor, mask: Tens
     """
     B, L, N, D = q_BLND.shape
     G = k_BCGD.shape[2]
-    q = q_BLND.view(B, L, G, N // G, D).permute(0, 2, 3, 1, 4).reshape(B, G, -1, D)
+    rows = N // G * L
+    q = q_BLND.view(B, L, G, N // G, D).permute(0, 2, 3, 1, 4).reshape(B, G, rows, D)
+    if mask.shape[2] > rows:
+        q = F.pad(q, (0, 0, 0, mask.shape[2] - rows))
     out = F.scaled_dot_product_attention(
         q, k_BCGD.transpose(1, 2), v_BCGD.transpose(1, 2), attn_mask=mask
     )
-    return out.view(B, G, N // G, L, D).permute(0, 3, 1, 2, 4).reshape(B, L, N * D)
+    out = out[:, :, :rows].unflatten(2, (N // G, L))
+    return out.permute(0, 3, 1, 2, 4).reshape(B, L, N * D)

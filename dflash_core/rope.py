@@ -47,10 +47,14 @@ class RotaryEmbedding(nn.Module):
             angles = torch.outer(positions, inverse_frequencies(rope, head_dim))
             angles_PD = torch.cat((angles, angles), dim=-1)
             self.register_buffer("cos_PD", angles_PD.cos(), persistent=False)
-            self.register_buffer("sin_PD", angles_PD.sin(), persistent=False)
+            first, second = angles_PD.sin().chunk(2, dim=-1)
+            self.register_buffer("sin_PD", torch.cat((-first, second), dim=-1), persistent=False)
 
     def forward(self, positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """int positions `[...]` -> (cos, sin), each `[..., 1, D]` for heads to broadcast over."""
+        """int positions `[...]` -> (cos, sin), each `[..., 1, D]` for heads to broadcast over.
+
+        The first half of sin has its sign changed, as `rotate` needs it.
+        """
         index = positions.long()
         cos = self.cos_PD[index].to(dtype).unsqueeze(-2)
         sin = self.sin_PD[index].to(dtype).unsqueeze(-2)
@@ -61,4 +65,4 @@ def rotate(x_BLND: Tensor, rotary: tuple[Tensor, Tensor]) -> Tensor:
     """Apply rotary embedding (half-split layout) to queries or keys."""
     cos, sin = rotary
     first, second = x_BLND.chunk(2, dim=-1)
-    return x_BLND * cos + torch.cat((-second, first), dim=-1) * sin
+    return x_BLND * cos + torch.cat((second, first), dim=-1) * sin

@@ -23,6 +23,8 @@ PROCESS_GROUP_BACKENDS = {"cpu": "gloo", "cuda": "nccl", "neuron": "neuron"}
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 # One compiled step serves every bucket; torch's limit of 8 graphs per function would end that.
 MAX_GRAPHS = 1024
+COMPILERS = ("eager", "inductor")
+_compiler = "eager"
 
 Step = TypeVar("Step", bound=Callable)
 Shape = TypeVar("Shape", TargetShape, DraftShape)
@@ -86,39 +88,61 @@ def process_group_backend(device: str) -> str:
     return PROCESS_GROUP_BACKENDS[device]
 
 
+def set_compiler(compiler: str) -> None:
+    """What `compile_step` does on the CPU and on cuda from now on: "eager" (nothing) or "inductor".
+
+    Raises:
+        ValueError: another compiler.
+    """
+    global _compiler
+    if compiler not in COMPILERS:
+        raise ValueError(f"compile = {compiler!r} is not one of {list(COMPILERS)}")
+    if compiler == "inductor":
+        torch._dynamo.config.recompile_limit = MAX_GRAPHS
+        torch._dynamo.config.accumulated_recompile_limit = MAX_GRAPHS
+    _compiler = compiler
+
+
+def compiled(device: torch.device) -> bool:
+    """Whether steps are graphs, one for each shape."""
+    return device.type == "neuron" or _compiler != "eager"
+
+
 def compile_step(step: Step, device: torch.device) -> Step:
-    """The step as the device runs it: compiled whole on neuron, as it is elsewhere.
+    """The step as the device runs it: compiled whole on neuron; elsewhere as `set_compiler` says.
 
     Every new combination of input shapes is one graph, compiled at its first call (minutes, then
     from the cache). `python -m dflash_core.graphs` lists and checks them without a device.
     """
-    if device.type != "neuron":
+    if not compiled(device):
         return step
-    return torch.compile(step, backend="neuron", fullgraph=True, dynamic=False)
+    backend = "neuron" if device.type == "neuron" else _compiler
+    return torch.compile(step, backend=backend, fullgraph=True, dynamic=False)
 
 
 def warm_shapes(shapes: list[Shape], device: torch.device) -> list[Shape]:
     """Those of a step's shapes that have to run before a request does.
 
-    On neuron all of them: each is a graph to compile. Elsewhere the context length is only how far
-    attention looks, so one of each of the others is enough.
+    Where steps are compiled all of them: each is a graph. Elsewhere the context length is only how
+    far attention looks, so one of each of the others is enough.
 
     Args:
         shapes: named tuples of `dflash_core.step_shapes`, with a field `context`.
     """
-    if device.type == "neuron":
+    if compiled(device):
         return shapes
     return list({shape._replace(context=0): shape for shape in reversed(shapes)}.values())[::-1]
 
 
 def seal(device: torch.device) -> None:
-    """Call after warm-up: on neuron, a shape that was not warmed up is from now on an error
-    rather than minutes of compilation in the middle of a request; and operators that ran on the
-    host because the device has none are named in the log.
+    """Call after warm-up: where steps are compiled, a shape that was not warmed up is from now on
+    an error rather than minutes of compilation in the middle of a request. On neuron, operators
+    that ran on the host because the device has none are named in the log.
     """
+    if compiled(device):
+        torch.compiler.set_stance("fail_on_recompile")
     if device.type != "neuron":
         return
-    torch.compiler.set_stance("fail_on_recompile")
     fallbacks = importlib.import_module("torch_neuronx").get_fallback_ops()
     if fallbacks:
         logger.warning("operators that run on the host, not on the NeuronCore: %s", fallbacks)

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from dflash_core.config import TargetConfig
+from dflash_core.cpu_rounding import attention_length
 from dflash_core.fused import FusedLinear
 from dflash_core.kv_cache import KVCache
 from dflash_core.layers import (
@@ -47,12 +48,25 @@ class Attention(ProjectedAttention):
         super().__init__(config, tp)
         self.layer = layer
 
-    def forward(self, x_BLH: Tensor, inputs: LayerInputs, cache: KVCache) -> Tensor:
-        q_BLND, k_BLGD, v_BLGD = self.project(x_BLH)
-        q_BLND, k_BLGD = rotate(q_BLND, inputs.rotary), rotate(k_BLGD, inputs.rotary)
+    def forward(
+        self, x_BLH: Tensor, residual_BLH: Tensor, inputs: LayerInputs, cache: KVCache
+    ) -> Tensor:
+        """residual + attention(x)."""
+        q_BLND, k_BLGD, v_BLGD = self.rotated(x_BLH, inputs.rotary)
         cache.write(self.layer, inputs.rows_R, k_BLGD.flatten(0, 1), v_BLGD.flatten(0, 1))
         k_BCGD, v_BCGD = cache.read(self.layer, inputs.slots_B, inputs.mask.shape[-1])
-        return self.o_proj(grouped_attention(q_BLND, k_BCGD, v_BCGD, inputs.mask))
+        attended = grouped_attention(q_BLND, k_BCGD, v_BCGD, inputs.mask)
+        return self.output(attended, residual_BLH)
+
+    def rotated(self, x_BLH: Tensor, rotary: tuple[Tensor, Tensor]) -> tuple[Tensor, ...]:
+        """Queries and keys, rotated, and values."""
+        if self.qkv_proj is None:
+            q_BLND, k_BLGD, v_BLGD = self.project(x_BLH)
+            return rotate(q_BLND, rotary), rotate(k_BLGD, rotary), v_BLGD
+        qkv = self.qkv_proj(x_BLH).view(*x_BLH.shape[:2], -1, self.head_dim)
+        qk, v_BLGD = qkv.split((self.num_heads + self.num_kv_heads, self.num_kv_heads), dim=2)
+        q_BLND, k_BLGD = rotate(qk, rotary).split((self.num_heads, self.num_kv_heads), dim=2)
+        return q_BLND, k_BLGD, v_BLGD
 
 
 class DecoderLayer(nn.Module):
@@ -64,8 +78,8 @@ class DecoderLayer(nn.Module):
         self.mlp = SwiGLU(config.hidden_size, config.intermediate_size, config.mlp_bias, tp)
 
     def forward(self, x_BLH: Tensor, inputs: LayerInputs, cache: KVCache) -> Tensor:
-        x_BLH = x_BLH + self.self_attn(self.input_layernorm(x_BLH), inputs, cache)
-        return x_BLH + self.mlp(self.post_attention_layernorm(x_BLH))
+        x_BLH = self.self_attn(self.input_layernorm(x_BLH), x_BLH, inputs, cache)
+        return self.mlp(self.post_attention_layernorm(x_BLH), x_BLH)
 
 
 class LlamaTarget(nn.Module):
@@ -97,7 +111,8 @@ class LlamaTarget(nn.Module):
         )
         self.heads_per_group = self.layers[0].self_attn.heads_per_group
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
-        self.rotary = RotaryEmbedding(config.rope, config.head_dim, max_model_len)
+        # The cache may be a little longer than the longest sequence.
+        self.rotary = RotaryEmbedding(config.rope, config.head_dim, attention_length(max_model_len))
         if config.tie_word_embeddings:
             self.lm_head = None
         else:

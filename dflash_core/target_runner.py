@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from pathlib import Path
 
@@ -11,6 +12,11 @@ import torch
 from dflash_core import sampler
 from dflash_core.checkpoint import Checkpoint, load_target_config
 from dflash_core.config import TargetConfig
+from dflash_core.cpu_rounding import (
+    MIN_PRODUCT_ROWS,
+    attention_length,
+    rounding_differs,
+)
 from dflash_core.fused import packable
 from dflash_core.kv_cache import KVCache
 from dflash_core.layers import fuse
@@ -18,11 +24,13 @@ from dflash_core.loading import build
 from dflash_core.messages import Features, Span, VerifyPlan, VerifyResult
 from dflash_core.parallel import SINGLE, TensorParallel
 from dflash_core.plans import scratch_verify_plan
-from dflash_core.runtime import compile_step, warm_shapes
+from dflash_core.runtime import compile_step, compiled, warm_shapes
 from dflash_core.shapes import StaticShapes, bucket
 from dflash_core.step_shapes import target_shapes
 from dflash_core.target import LlamaTarget
 from dflash_core.target_step import PrefillStep, TargetStep
+
+logger = logging.getLogger(__name__)
 
 
 class TargetRunner:
@@ -47,18 +55,21 @@ class TargetRunner:
         self.shapes = shapes
         self.dtype = dtype
         self.device = device
+        self.careful = rounding_differs(dtype, device)
         num_kv_heads = model.layers[0].self_attn.num_kv_heads
         self.cache = KVCache(
             num_layers=self.config.num_layers,
             num_slots=shapes.num_slots,
-            max_len=shapes.max_model_len,
+            max_len=self._attention_length(shapes.max_model_len),
             num_kv_heads=num_kv_heads,
             head_dim=self.config.head_dim,
             dtype=dtype,
             device=device,
         )
-        self.step = compile_step(TargetStep(model, self.cache), device)
-        self.prefill_step = compile_step(PrefillStep(model, self.cache), device)
+        plain = TargetStep(model, self.cache), PrefillStep(model, self.cache)
+        self.step, self.prefill_step = (compile_step(step, device) for step in plain)
+        # The sampler looks at as many candidates as the logits call for: no static graph.
+        self.sampled_step, self.sampled_prefill_step = plain
 
     @classmethod
     def load(
@@ -99,12 +110,16 @@ class TargetRunner:
             self.shapes.context_buckets,
             min(int((plan.starts + plan.lengths).max()), self.shapes.max_model_len),
         )
+        context_len = self._attention_length(context_len)
         sampling = None
         if plan.sampling is not None:
             sampling = sampler.sampler_inputs(
                 plan.sampling, len(tokens_BL), self.config.vocab_size, self.device
             )
-        step = self.prefill_step if plan.prefill else self.step
+        if sampling is None:
+            step = self.prefill_step if plan.prefill else self.step
+        else:
+            step = self.sampled_prefill_step if plan.prefill else self.sampled_step
         output = step(tokens_BL, slots_B, starts_B, lengths_B, context_len, sampling)
         emitted = (output.accepted_B[:sequences] + 1).tolist()
         chosen = output.chosen_BL[:sequences].tolist()
@@ -120,7 +135,10 @@ class TargetRunner:
 
     def warm_up(self) -> None:
         """Run every shape once, on the scratch slot."""
-        for shape in warm_shapes(target_shapes(self.shapes), self.device):
+        shapes = warm_shapes(target_shapes(self.shapes), self.device)
+        for number, shape in enumerate(shapes, 1):
+            if compiled(self.device):
+                logger.info("target: step %d of %d, %s", number, len(shapes), shape)
             plan = scratch_verify_plan(
                 self.shapes,
                 shape.batch,
@@ -130,15 +148,20 @@ class TargetRunner:
             )
             self.verify(plan)
 
+    def _attention_length(self, positions: int) -> int:
+        return attention_length(positions) if self.careful else positions
+
     def _inputs(self, plan: VerifyPlan) -> tuple[torch.Tensor, ...]:
         """Pad the plan to its bucket; padding sequences live in the scratch slot."""
         sequences, length = plan.tokens.shape
         batch = sequences if plan.prefill else bucket(self.shapes.num_seqs_buckets, sequences)
+        if self.careful:
+            length = max(length, -(-MIN_PRODUCT_ROWS // batch))
         tokens = np.zeros((batch, length), dtype=np.int32)
         slots = np.full(batch, self.cache.scratch_slot, dtype=np.int32)
         starts = np.zeros(batch, dtype=np.int32)
         lengths = np.ones(batch, dtype=np.int32)
-        tokens[:sequences] = plan.tokens
+        tokens[:sequences, : plan.tokens.shape[1]] = plan.tokens
         slots[:sequences] = plan.slots
         starts[:sequences] = plan.starts
         lengths[:sequences] = plan.lengths

@@ -64,7 +64,7 @@ def test_a_packed_target_gives_the_logits_of_a_plain_one(variant: str, tmp_path:
     torch.testing.assert_close(logits, expected, rtol=0.05, atol=0.3)
     torch.testing.assert_close(features, expected_features, rtol=0.05, atol=0.3)
     spread = expected.float().std()
-    assert (logits - expected).float().abs().mean() < 0.01 * spread
+    assert (logits - expected).float().abs().mean() < 0.03 * spread
 
 
 def test_a_fused_drafter_drafts_as_before(tmp_path: Path) -> None:

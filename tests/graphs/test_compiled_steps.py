@@ -67,6 +67,7 @@ def neuron_runtime(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     fallbacks = SimpleNamespace(get_fallback_ops=lambda: ["aten::nothing"])
     monkeypatch.setitem(sys.modules, "torch_neuronx", fallbacks)
     torch._dynamo.reset()
+    # Not monkeypatch: undoing that would delete torch's options.
     limits = dict.fromkeys(("recompile_limit", "accumulated_recompile_limit"), runtime.MAX_GRAPHS)
     with torch._dynamo.config.patch(limits):
         yield
