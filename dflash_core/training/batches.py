@@ -8,7 +8,7 @@ K = L - 1 drafts, W feature width.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 import numpy as np
 import torch
@@ -37,6 +37,10 @@ class Batch:
     anchor_tokens_BA: Tensor
     labels_BAK: Tensor
     valid_BAK: Tensor
+
+    def part(self, rows: slice) -> Batch:
+        """Some of its conversations."""
+        return Batch(*(getattr(self, each.name)[rows] for each in fields(self)))
 
 
 class BatchSource:

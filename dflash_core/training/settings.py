@@ -45,6 +45,7 @@ class OptimizationSettings:
         warmup: steps.
         weight_decay, clip: AdamW's decay of matrices; largest gradient norm.
         decay: how fast the weight of later drafts falls, `exp(-(k - 1) / decay)`.
+        chain: share of that weight that a draft has only where those before it are right.
         teacher: share of the target's distribution in the labels (0: only its tokens).
         frequent, sampled: tokens that take part in the loss (see `loss.py`).
         save_every: steps between checkpoints.
@@ -59,6 +60,7 @@ class OptimizationSettings:
     weight_decay: float = 0.01
     clip: float = 1.0
     decay: float = 4.0
+    chain: float = 0.0
     teacher: float = 0.5
     frequent: int = 8192
     sampled: int = 1024
@@ -77,6 +79,7 @@ class TrainingSettings:
         conversations: size of the training set.
         held_out: conversations that are kept apart to evaluate with.
         prompts: file with user messages (*.txt, *.jsonl); None to let the target write them.
+        corpus: folder of packed conversations (`pack`) to begin with; None to begin with none.
         threads: CPU threads.
     """
 
@@ -86,6 +89,7 @@ class TrainingSettings:
     conversations: int = 10000
     held_out: int = 192
     prompts: str | None = None
+    corpus: str | None = None
     threads: int = 2
     seed: int = 0
     generation: GenerationSettings = field(default_factory=GenerationSettings)
