@@ -146,6 +146,7 @@ def train_command(config: ConfigFile) -> None:
             batch_size=run.batch_size,
             anchors=run.anchors,
             block_size=settings.drafter.block_size,
+            short=run.short,
             seed=run.seed,
         ),
         counts,

@@ -46,6 +46,8 @@ class OptimizationSettings:
         weight_decay, clip: AdamW's decay of matrices; largest gradient norm.
         decay: how fast the weight of later drafts falls, `exp(-(k - 1) / decay)`.
         chain: share of that weight that a draft has only where those before it are right.
+        short: share of the steps whose blocks have half of the drafts only: nearly as much is
+            learned, in little more than half of the time.
         teacher: share of the target's distribution in the labels (0: only its tokens).
         frequent, sampled: tokens that take part in the loss (see `loss.py`).
         save_every: steps between checkpoints.
@@ -61,6 +63,7 @@ class OptimizationSettings:
     clip: float = 1.0
     decay: float = 4.0
     chain: float = 0.0
+    short: float = 0.0
     teacher: float = 0.5
     frequent: int = 8192
     sampled: int = 1024

@@ -120,15 +120,15 @@ class Trainer:
             teacher_MH,
             vocabulary.head_VH,
             vocabulary.index[batch.labels_BAK.flatten()],
-            (self.weights_K * valid).flatten(0, 1),
+            (self.weights_K[: valid.shape[-1]] * valid).flatten(0, 1),
             share,
             self.settings.chain,
         )
         return loss, correct_M.view_as(valid) & valid
 
     def _draft(self, features_BSF: Tensor, batch: Batch) -> Tensor:
-        config = self.model.config
-        tokens_BAL = torch.full((*batch.anchors_BA.shape, config.block_size), config.mask_token_id)
+        B, A, K = batch.labels_BAK.shape
+        tokens_BAL = torch.full((B, A, 1 + K), self.model.config.mask_token_id)
         tokens_BAL[..., 0] = batch.anchor_tokens_BA
         x_BALH = self.vocabulary.embed_tokens(tokens_BAL)
         return draft_hidden(self.model, features_BSF, x_BALH, batch.anchors_BA)

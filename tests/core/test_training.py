@@ -130,6 +130,7 @@ def trainer_of(project: Project, run: OptimizationSettings = RUN, threads: int =
             batch_size=run.batch_size,
             anchors=run.anchors,
             block_size=project.drafter_config.block_size,
+            short=run.short,
             seed=run.seed,
         ),
         torch.ones(project.target_config.vocab_size, dtype=torch.int64),
@@ -422,6 +423,16 @@ def test_batches_depend_on_seed_and_step_alone(project):
         assert torch.equal(a.features_BSW, b.features_BSW)
     epochs = [first.batch(step) for step in range(2 * first.batches_per_epoch)]
     assert not torch.equal(epochs[0].anchors_BA, epochs[first.batches_per_epoch].anchors_BA)
+
+
+def test_some_steps_have_shorter_blocks(project):
+    trainer = trainer_of(project, replace(RUN, short=0.5))
+    drafts = [trainer.batches.batch(step).labels_BAK.shape[-1] for step in range(40)]
+    assert set(drafts) == {3, 5}
+    assert 10 < drafts.count(3) < 30
+    for wanted in drafts[:6]:
+        report = trainer.run_step()
+        assert len(report.accuracy) == wanted
 
 
 def test_labels_are_the_tokens_after_the_anchor(project):
