@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import logging
-import time
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -31,12 +30,12 @@ from dflash_core.training.conversations import Conversation, ConversationWriter,
 from dflash_core.training.corpus import pack, unpack
 from dflash_core.training.errors import TrainingError
 from dflash_core.training.evaluation import HAND_WRITTEN, Evaluator, as_table, plot, together
+from dflash_core.training.facts import Facts
 from dflash_core.training.features import FeatureFile, compute_features
 from dflash_core.training.generation import Generator
 from dflash_core.training.initial import new_drafter
 from dflash_core.training.project import Project, replace_file
 from dflash_core.training.prompts import ChatTemplate, read_prompts
-from dflash_core.training.replay import replay
 from dflash_core.training.settings import load_settings
 from dflash_core.training.trainer import Trainer, train
 from dflash_core.training.workers import Workers
@@ -159,7 +158,7 @@ def train_command(config: ConfigFile) -> None:
         "optimization": vars(run),
         "conversations": len(conversations),
     }
-    facts = _Facts(project, int(counts.sum()), len(conversations))
+    facts = Facts(project, int(counts.sum()), len(conversations))
     with _bar() as bar:
         task = bar.add_task("steps", total=run.steps)
         for report in train(
@@ -189,7 +188,10 @@ def evaluate(
     template = ChatTemplate.of(project.tokenizer)
     trained = {c.prompt for c in _existing(project.path("train.jsonl"))}
     held_out = [c.prompt for c in project.conversations("held_out") if c.prompt not in trained]
-    sets = {"held out": [list(prompt) for prompt in held_out[:prompts]]}
+    # Evenly from the whole set: it is in the order of completion, short answers first.
+    number = min(prompts, len(held_out))
+    chosen = [held_out[index * len(held_out) // number] for index in range(number)]
+    sets = {"held out": [list(prompt) for prompt in chosen]}
     for name, text in HAND_WRITTEN.items():
         question = tuple(project.tokenizer.encode(text, add_special_tokens=False))
         sets[name] = [list(template.prompt(question))]
@@ -213,41 +215,6 @@ def evaluate(
     replace_file(project.path("evaluation.json"), result.encode())
     plot([evaluations[0], evaluations[-1]], project.path("evaluation.png"))
     _console().print(f"-> {project.path('evaluation.json')}, {project.path('evaluation.png')}")
-
-
-class _Facts:
-    """What the model card says about the run so far."""
-
-    def __init__(self, project: Project, answer_tokens: int, conversations: int) -> None:
-        self.project = project
-        self.answer_tokens = answer_tokens
-        self.conversations = conversations
-        self.digest = project.target_digest()
-        self.began = time.monotonic()
-
-    def export(self, trainer: Trainer, *, measure: bool = False) -> Path:
-        lengths = {}
-        for name, greedy in (("greedy", True), ("temperature 1", False)) if measure else ():
-            answers = self.project.held_out_answers(greedy=greedy)
-            statistics = replay(trainer.model, trainer.vocabulary, answers)
-            if statistics.num_drafts:
-                lengths[name] = statistics.acceptance_length
-        run = trainer.settings
-        return self.project.export(
-            trainer.optimizer.masters,
-            {
-                "target file, SHA-256": self.digest,
-                "training set": f"{self.conversations} conversations, "
-                f"{self.answer_tokens} tokens of answers",
-                "steps": f"{trainer.step} of {run.steps}",
-                "seed": run.seed,
-                "minutes of this process": round((time.monotonic() - self.began) / 60, 1),
-                **{
-                    f"held-out acceptance length, {name} (replayed)": f"{length:.3f}"
-                    for name, length in lengths.items()
-                },
-            },
-        )
 
 
 def _questions(
