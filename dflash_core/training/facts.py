@@ -21,7 +21,10 @@ class Facts:
         self.began = time.monotonic()
 
     def export(self, trainer: Trainer, *, measure: bool = False) -> Path:
+        weights = trainer.optimizer.result
         lengths = {}
+        if measure:
+            trainer.optimizer.publish(weights)
         for name, greedy in (("greedy", True), ("temperature 1", False)) if measure else ():
             answers = self.project.held_out_answers(greedy=greedy)
             statistics = replay(trainer.model, trainer.vocabulary, answers)
@@ -29,7 +32,7 @@ class Facts:
                 lengths[name] = statistics.acceptance_length
         run = trainer.settings
         return self.project.export(
-            trainer.optimizer.masters,
+            weights,
             {
                 "target file, SHA-256": self.digest,
                 "training set": f"{self.conversations} conversations, "

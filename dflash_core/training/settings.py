@@ -44,6 +44,8 @@ class OptimizationSettings:
         learning_rate: its peak; linear warm-up, then a cosine down to a twentieth.
         warmup: steps.
         weight_decay, clip: AdamW's decay of matrices; largest gradient norm.
+        average: the drafter that is kept is an average over the run's last steps; how much of it
+            each step keeps (0: the last step's weights alone).
         decay: how fast the weight of later drafts falls, `exp(-(k - 1) / decay)`.
         chain: share of that weight that a draft has only where those before it are right.
         short: share of the steps whose blocks have half of the drafts only: nearly as much is
@@ -61,6 +63,7 @@ class OptimizationSettings:
     warmup: int = 50
     weight_decay: float = 0.01
     clip: float = 1.0
+    average: float = 0.0
     decay: float = 4.0
     chain: float = 0.0
     short: float = 0.0

@@ -327,6 +327,23 @@ def test_the_exported_card_and_config_describe_the_run(project):
     assert all(checkpoint.read(name).dtype == torch.bfloat16 for name in checkpoint.names())
 
 
+def test_the_result_is_an_average_over_the_last_steps(project):
+    plain = trainer_of(project, replace(RUN, average=0.0))
+    averaged = trainer_of(project, replace(RUN, average=0.8))
+    for _ in range(20):
+        plain.run_step()
+        averaged.run_step()
+        if averaged.step == 8:
+            kept = {name: weight.clone() for name, weight in averaged.optimizer.masters.items()}
+    for name, weight in plain.optimizer.result.items():
+        assert torch.equal(weight, plain.optimizer.masters[name])
+        assert torch.equal(averaged.optimizer.masters[name], plain.optimizer.masters[name])
+    matrix = "layers.0.mlp.up_proj.weight"
+    average, last = averaged.optimizer.result[matrix], averaged.optimizer.masters[matrix]
+    behind = (average - kept[matrix]).norm() / (last - kept[matrix]).norm()
+    assert 0.3 < behind < 0.98
+
+
 def test_threads_share_a_step_and_change_nothing(project):
     alone, shared = trainer_of(project), trainer_of(project, threads=2)
     for _ in range(5):
