@@ -30,6 +30,7 @@ from dflash_core.training.conversations import (
     ConversationWriter,
     read_conversations,
 )
+from dflash_core.training.corpus import unpack
 from dflash_core.training.errors import TrainingError
 from dflash_core.training.evaluation import Evaluator
 from dflash_core.training.features import FeatureFile, compute_features
@@ -516,6 +517,20 @@ def test_a_target_that_writes_its_own_questions_keeps_to_its_template(tmp_path):
         assert 1 <= len(question) <= 200
         assert template.bridge[0] not in question
         assert 1 <= len(conversation.tokens) - conversation.answer <= 10
+
+
+def test_the_conversations_that_ship_can_be_trained_on(project, tmp_path):
+    shipped = Path("dflash_core/drafters/smollm2-135m-dflash/conversations")
+    settings = replace(project.settings, corpus=str(shipped), folder=str(tmp_path))
+    assert len(unpack(Project(settings))) == 2
+    assert unpack(Project(settings)) == [], "a project's own sets are left as they are"
+    sets = {
+        part: list(read_conversations(tmp_path / f"{part}.jsonl")) for part in ("train", "held_out")
+    }
+    prompts = [{conversation.prompt for conversation in part} for part in sets.values()]
+    assert len(prompts[0]) == len(sets["train"]) >= 1000
+    assert len(sets["held_out"]) >= 64 and not prompts[0] & prompts[1]
+    assert max(max(c.tokens) for part in sets.values() for c in part) < 49152
 
 
 def test_a_line_cut_off_by_a_kill_is_ignored_and_repaired(tmp_path):
