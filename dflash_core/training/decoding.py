@@ -80,11 +80,11 @@ class RowsDecoder:
     ) -> Tensor:
         R, D = len(x_RH), self.head_dim
         module = self.model.layers[index].self_attn
-        q = rotate(module.q_proj(x_RH).view(R, -1, D), rotary).view(R * self.groups, -1, D)
+        q, k, v = module.project(x_RH)
+        q = rotate(q, rotary).reshape(R * self.groups, -1, D)
         keys, values = self.keys[index], self.values[index]
-        k = rotate(module.k_proj(x_RH).view(R, -1, D), rotary)
-        keys.view(-1, D).index_copy_(0, slots, k.reshape(-1, D))
-        values.view(-1, D).index_copy_(0, slots, module.v_proj(x_RH).view(-1, D))
+        keys.view(-1, D).index_copy_(0, slots, rotate(k, rotary).reshape(-1, D))
+        values.view(-1, D).index_copy_(0, slots, v.reshape(-1, D))
         keys, values = keys[: R * self.groups], values[: R * self.groups]
         # Softmax in float32, whatever the products' dtype is.
         scores = torch.bmm(q / math.sqrt(D), keys.transpose(1, 2)).float().add_(mask)
