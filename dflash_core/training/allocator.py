@@ -11,6 +11,7 @@ import sys
 
 M_TRIM_THRESHOLD = -1  # <malloc.h>
 M_MMAP_MAX = -4
+M_ARENA_MAX = -8
 NEVER = 2**31 - 1
 
 
@@ -20,5 +21,6 @@ def keep_freed_memory() -> None:
         return
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     if mallopt is not None:
+        mallopt(M_ARENA_MAX, 1)  # the heaps of other threads' arenas are given back when empty
         mallopt(M_MMAP_MAX, 0)
         mallopt(M_TRIM_THRESHOLD, NEVER)

@@ -8,7 +8,7 @@ K = L - 1 drafts, W feature width.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 import numpy as np
 import torch
@@ -38,6 +38,10 @@ class Batch:
     labels_BAK: Tensor
     valid_BAK: Tensor
 
+    def part(self, rows: slice) -> Batch:
+        """Some of its conversations."""
+        return Batch(*(getattr(self, each.name)[rows] for each in fields(self)))
+
 
 class BatchSource:
     """Batches of random anchors inside the answers.
@@ -49,7 +53,8 @@ class BatchSource:
         batch_size: B.
         anchors: A; fewer where all answers of a batch are shorter.
         block_size: L.
-        seed: of order and anchors.
+        short: share of the steps that have blocks of half as many drafts.
+        seed: of order, anchors and block lengths.
     """
 
     def __init__(
@@ -61,6 +66,7 @@ class BatchSource:
         batch_size: int,
         anchors: int,
         block_size: int,
+        short: float = 0.0,
         seed: int,
     ) -> None:
         self.conversations = conversations
@@ -69,6 +75,7 @@ class BatchSource:
         self.batch_size = batch_size
         self.anchors = anchors
         self.block_size = block_size
+        self.short = short
         self.seed = seed
         self.usable = np.array(
             [i for i, c in enumerate(conversations) if len(c.tokens) - c.answer >= 2]
@@ -96,7 +103,10 @@ class BatchSource:
             places = np.arange(c.answer, len(c.tokens) - 1)
             anchors[row] = np.sort(random.choice(places, A, replace=len(places) < A))
             tokens[row, : len(c.tokens)] = c.tokens
-        positions = anchors[..., None] + np.arange(1, self.block_size)
+        drafts = self.block_size - 1
+        if random.random() < self.short:
+            drafts = -(-drafts // 2)
+        positions = anchors[..., None] + np.arange(1, 1 + drafts)
         rows = np.arange(len(chosen))
         return Batch(
             features_BSW,

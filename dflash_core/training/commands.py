@@ -1,14 +1,13 @@
-"""The command line: `python -m dflash_core.training data|train|evaluate CONFIG`."""
+"""The command line: `python -m dflash_core.training data|pack|train|evaluate CONFIG`."""
 
 from __future__ import annotations
 
 import json
 import logging
-import time
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import torch
 import typer
@@ -21,23 +20,25 @@ from rich.progress import (
     TimeElapsedColumn,
     TimeRemainingColumn,
 )
-from rich.table import Table
 
 from dflash_core.drafter import DFlashDrafter
 from dflash_core.errors import CheckpointError
+from dflash_core.sampling import SamplingParams
 from dflash_core.training.allocator import keep_freed_memory
 from dflash_core.training.batches import BatchSource
 from dflash_core.training.conversations import Conversation, ConversationWriter, read_conversations
+from dflash_core.training.corpus import pack, unpack
 from dflash_core.training.errors import TrainingError
-from dflash_core.training.evaluation import HAND_WRITTEN, Evaluation, Evaluator, plot
+from dflash_core.training.evaluation import HAND_WRITTEN, Evaluator, as_table, plot, together
+from dflash_core.training.facts import Facts
 from dflash_core.training.features import FeatureFile, compute_features
 from dflash_core.training.generation import Generator
 from dflash_core.training.initial import new_drafter
 from dflash_core.training.project import Project, replace_file
 from dflash_core.training.prompts import ChatTemplate, read_prompts
-from dflash_core.training.replay import replay
 from dflash_core.training.settings import load_settings
 from dflash_core.training.trainer import Trainer, train
+from dflash_core.training.workers import Workers
 
 HELD_OUT_SAMPLED = 0.25  # share of sampled answers there: acceptance at temperature 1 needs some
 
@@ -51,8 +52,11 @@ def data(config: ConfigFile) -> None:
     project = _open(config)
     settings = project.settings
     template = ChatTemplate.of(project.tokenizer)
+    for path in unpack(project):
+        _console().print(f"{settings.corpus} -> {path}")
     room = settings.generation.max_question + settings.generation.max_answer
     model = project.target(longest=len(template.head) + len(template.bridge) + room, tapped=False)
+    workers = Workers(settings.threads)
     held_out = _existing(project.path("held_out.jsonl"))
     present = _existing(project.path("train.jsonl"))
     seen = {conversation.prompt for conversation in (*held_out, *present)}
@@ -60,7 +64,9 @@ def data(config: ConfigFile) -> None:
     missing = settings.held_out - len(held_out)
     if missing > 0:
         mixed = replace(settings.generation, sampled=HELD_OUT_SAMPLED)
-        generator = Generator(model, template, mixed, questions=questions, seed=settings.seed + 1)
+        generator = Generator(
+            model, template, mixed, questions=questions, seed=settings.seed + 1, workers=workers
+        )
         with ConversationWriter(project.path("held_out.jsonl")) as writer, _bar() as bar:
             task = bar.add_task("held out", total=missing)
             for conversation in generator.run(missing):
@@ -69,7 +75,9 @@ def data(config: ConfigFile) -> None:
                 bar.advance(task)
     # A resumed run must not repeat the questions of the one before it.
     seed = settings.seed + 2 + len(present)
-    generator = Generator(model, template, settings.generation, questions=questions, seed=seed)
+    generator = Generator(
+        model, template, settings.generation, questions=questions, seed=seed, workers=workers
+    )
     with ConversationWriter(project.path("train.jsonl")) as writer, _bar() as bar:
         count = len(present)
         task = bar.add_task("train", total=settings.conversations, completed=count)
@@ -85,6 +93,15 @@ def data(config: ConfigFile) -> None:
     _console().print(f"{count} conversations -> {project.path('train.jsonl')}")
 
 
+@app.command("pack")
+def pack_command(
+    config: ConfigFile, folder: Annotated[Path, typer.Argument(help="Where to write them")]
+) -> None:
+    """Compress the project's conversations, for another project's `corpus` to begin with."""
+    for path in pack(_open(config), folder):
+        _console().print(f"-> {path}")
+
+
 @app.command("train")
 def train_command(config: ConfigFile) -> None:
     """Compute what is missing of the features, then train; resumes where it was interrupted."""
@@ -94,10 +111,11 @@ def train_command(config: ConfigFile) -> None:
     held_out = project.conversations("held_out")
     longest = max(len(c.tokens) for c in (*conversations, *held_out))
     target = project.target(longest=longest)
+    workers = Workers(settings.threads)
     for name, part in (("train", conversations), ("held_out", held_out)):
         with _bar() as bar:
             task = bar.add_task(f"features of {name}", total=len(part))
-            for done in compute_features(target, part, project.features_path(name)):
+            for done in compute_features(target, part, project.features_path(name), workers):
                 bar.update(task, completed=done)
     features = FeatureFile(project.features_path("train"), conversations, project.width)
     weights = project.initial_weights()
@@ -127,10 +145,12 @@ def train_command(config: ConfigFile) -> None:
             batch_size=run.batch_size,
             anchors=run.anchors,
             block_size=settings.drafter.block_size,
+            short=run.short,
             seed=run.seed,
         ),
         counts,
         run,
+        workers,
     )
     fingerprint = {
         "target": settings.target,
@@ -138,7 +158,7 @@ def train_command(config: ConfigFile) -> None:
         "optimization": vars(run),
         "conversations": len(conversations),
     }
-    facts = _Facts(project, int(counts.sum()), len(conversations))
+    facts = Facts(project, int(counts.sum()), len(conversations))
     with _bar() as bar:
         task = bar.add_task("steps", total=run.steps)
         for report in train(
@@ -161,13 +181,17 @@ def evaluate(
     max_tokens: Annotated[int, typer.Option(min=2, help="Of each answer")] = 128,
     prompts: Annotated[int, typer.Option(min=1, help="Held-out prompts to use")] = 64,
     slots: Annotated[int, typer.Option(min=1, help="Prompts at a time")] = 8,
+    temperature: Annotated[float, typer.Option(min=0.0, help="0 for greedy decoding")] = 0.0,
 ) -> None:
-    """Measure acceptance in greedy decoding, on held-out and on hand-written prompts."""
+    """Measure acceptance in real decoding, on held-out and on hand-written prompts."""
     project = _open(config)
     template = ChatTemplate.of(project.tokenizer)
     trained = {c.prompt for c in _existing(project.path("train.jsonl"))}
     held_out = [c.prompt for c in project.conversations("held_out") if c.prompt not in trained]
-    sets = {"held out": [list(prompt) for prompt in held_out[:prompts]]}
+    # Evenly from the whole set: it is in the order of completion, short answers first.
+    number = min(prompts, len(held_out))
+    chosen = [held_out[index * len(held_out) // number] for index in range(number)]
+    sets = {"held out": [list(prompt) for prompt in chosen]}
     for name, text in HAND_WRITTEN.items():
         question = tuple(project.tokenizer.encode(text, add_special_tokens=False))
         sets[name] = [list(template.prompt(question))]
@@ -179,52 +203,18 @@ def evaluate(
         max_tokens=max_tokens,
         slots=slots,
         longest_prompt=max(len(prompt) for prompts in sets.values() for prompt in prompts),
+        sampling=SamplingParams(temperature=temperature, seed=project.settings.seed),
     )
     evaluations = []
     for evaluation in evaluator.run(sets):
         evaluations.append(evaluation)
         _console().print(f"{evaluation.name}: {evaluation.statistics.acceptance_length:.3f}")
-    evaluations.append(_together("hand-written", evaluations[1:]))
-    _print(evaluations)
+    evaluations.append(together("hand-written", evaluations[1:]))
+    _console().print(as_table(evaluations))
     result = json.dumps([evaluation.as_dict() for evaluation in evaluations], indent=2) + "\n"
     replace_file(project.path("evaluation.json"), result.encode())
     plot([evaluations[0], evaluations[-1]], project.path("evaluation.png"))
     _console().print(f"-> {project.path('evaluation.json')}, {project.path('evaluation.png')}")
-
-
-class _Facts:
-    """What the model card says about the run so far."""
-
-    def __init__(self, project: Project, answer_tokens: int, conversations: int) -> None:
-        self.project = project
-        self.answer_tokens = answer_tokens
-        self.conversations = conversations
-        self.digest = project.target_digest()
-        self.began = time.monotonic()
-
-    def export(self, trainer: Trainer, *, measure: bool = False) -> Path:
-        lengths = {}
-        for name, greedy in (("greedy", True), ("temperature 1", False)) if measure else ():
-            answers = self.project.held_out_answers(greedy=greedy)
-            statistics = replay(trainer.model, trainer.vocabulary, answers)
-            if statistics.num_drafts:
-                lengths[name] = statistics.acceptance_length
-        run = trainer.settings
-        return self.project.export(
-            trainer.optimizer.masters,
-            {
-                "target file, SHA-256": self.digest,
-                "training set": f"{self.conversations} conversations, "
-                f"{self.answer_tokens} tokens of answers",
-                "steps": f"{trainer.step} of {run.steps}",
-                "seed": run.seed,
-                "minutes of this process": round((time.monotonic() - self.began) / 60, 1),
-                **{
-                    f"held-out acceptance length, {name} (replayed)": f"{length:.3f}"
-                    for name, length in lengths.items()
-                },
-            },
-        )
 
 
 def _questions(
@@ -244,29 +234,6 @@ def _questions(
 
 def _existing(path: Path) -> list[Conversation]:
     return list(read_conversations(path)) if path.exists() else []
-
-
-def _together(name: str, parts: list[Evaluation]) -> Evaluation:
-    total = Evaluation(name, 0, type(parts[0].statistics)(), 0.0)
-    for part in parts:
-        total.statistics.add(part.statistics)
-    prompts, seconds = sum(p.prompts for p in parts), sum(p.seconds for p in parts)
-    return Evaluation(name, prompts, total.statistics, seconds)
-
-
-def _print(evaluations: list[Evaluation]) -> None:
-    table = Table("prompts", "number", "acceptance length", "tokens per step", "per position")
-    for evaluation in evaluations:
-        values: dict[str, Any] = evaluation.as_dict()
-        drafts = max(1, values["num_drafts"])
-        table.add_row(
-            evaluation.name,
-            str(evaluation.prompts),
-            f"{values['acceptance_length']:.3f}",
-            f"{values['tokens_per_step']:.3f}",
-            " ".join(f"{count / drafts:.2f}" for count in values["num_accepted_tokens_per_pos"]),
-        )
-    _console().print(table)
 
 
 def _bar() -> Progress:

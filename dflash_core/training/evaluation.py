@@ -1,18 +1,21 @@
-"""Acceptance of a drafter in the real greedy decode loop, per kind of prompt, and its plot."""
+"""Acceptance of a drafter in the real decode loop, per kind of prompt, and its plot."""
 
 from __future__ import annotations
 
 import time
+import zlib
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
+from rich.table import Table
 
 from dflash_core.drafter_runner import DrafterRunner
 from dflash_core.engine import generate
 from dflash_core.request import GenerationRequest
+from dflash_core.sampling import GREEDY, SamplingParams
 from dflash_core.shapes import StaticShapes
 from dflash_core.statistics import AcceptanceStatistics
 from dflash_core.stopping import Stopping
@@ -41,12 +44,14 @@ class Evaluation:
     prompts: how many.
     statistics: summed over them.
     seconds: of wall time, prefill included.
+    temperature: 0 for greedy decoding.
     """
 
     name: str
     prompts: int
     statistics: AcceptanceStatistics
     seconds: float
+    temperature: float = 0.0
 
     def as_dict(self) -> dict[str, Any]:
         statistics = self.statistics.as_dict()
@@ -55,6 +60,7 @@ class Evaluation:
             "name": self.name,
             "prompts": self.prompts,
             "seconds": round(self.seconds, 2),
+            "temperature": self.temperature,
             "tokens_per_step": self.statistics.num_tokens / steps,
             **statistics,
         }
@@ -71,6 +77,7 @@ class Evaluator:
         slots: prompts at a time; acceptance does not depend on it.
         longest_prompt: in tokens.
         dtype: that both run in.
+        sampling: how tokens are chosen. Each prompt gets a seed of its own.
     """
 
     def __init__(
@@ -84,12 +91,14 @@ class Evaluator:
         slots: int,
         longest_prompt: int,
         dtype: torch.dtype = torch.bfloat16,
+        sampling: SamplingParams = GREEDY,
     ) -> None:
         shapes = StaticShapes.create(
             num_slots=slots, max_model_len=longest_prompt + max_tokens, num_drafts=num_drafts
         )
         self.tokenizer = tokenizer
         self.max_tokens = max_tokens
+        self.sampling = sampling
         self.drafter = DrafterRunner.load(drafter_folder, target_folder, shapes, dtype=dtype)
         config = self.drafter.config
         if num_drafts >= config.block_size:
@@ -108,15 +117,44 @@ class Evaluator:
             total = AcceptanceStatistics()
             for generation in generations:
                 total.add(generation.statistics)
-            yield Evaluation(name, len(prompts), total, time.monotonic() - begin)
+            seconds = time.monotonic() - begin
+            yield Evaluation(name, len(prompts), total, seconds, self.sampling.temperature)
 
     def _stopping(self, prompt: list[int]) -> Stopping:
+        sampling = replace(
+            self.sampling, seed=self.sampling.seed + zlib.crc32(repr(prompt).encode())
+        )
         return Stopping(
             self.tokenizer,
-            GenerationRequest("evaluation", prompt, self.max_tokens),
+            GenerationRequest("evaluation", prompt, self.max_tokens, sampling=sampling),
             eos_token_ids=self.target.config.eos_token_ids,
             max_model_len=self.target.shapes.max_model_len,
         )
+
+
+def together(name: str, parts: list[Evaluation]) -> Evaluation:
+    """The sum of several sets, as one."""
+    total = AcceptanceStatistics()
+    for part in parts:
+        total.add(part.statistics)
+    prompts, seconds = sum(p.prompts for p in parts), sum(p.seconds for p in parts)
+    return Evaluation(name, prompts, total, seconds, parts[0].temperature)
+
+
+def as_table(evaluations: list[Evaluation]) -> Table:
+    """Per set: acceptance length, tokens per step, and the share of steps that accept draft i."""
+    table = Table("prompts", "number", "acceptance length", "tokens per step", "per position")
+    for evaluation in evaluations:
+        values: dict[str, Any] = evaluation.as_dict()
+        drafts = max(1, values["num_drafts"])
+        table.add_row(
+            evaluation.name,
+            str(evaluation.prompts),
+            f"{values['acceptance_length']:.3f}",
+            f"{values['tokens_per_step']:.3f}",
+            " ".join(f"{count / drafts:.2f}" for count in values["num_accepted_tokens_per_pos"]),
+        )
+    return table
 
 
 def plot(evaluations: list[Evaluation], path: Path) -> None:

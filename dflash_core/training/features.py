@@ -5,26 +5,37 @@ target's final normed hidden state, from which the head gives its distribution (
 The file is append-only: an interrupted computation goes on after the last complete conversation,
 and more conversations only add rows.
 
-Shape legend: B conversations, L longest of them, T tokens of the set, W width ((taps + 1) * H).
+Shape legend: B conversations, L longest of them, T tokens of the set, W width ((taps + 1) * H), C
+context, G key/value heads, D head dimension.
 """
 
 from __future__ import annotations
 
 import os
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from dflash_core.kv_cache import KVCache
 from dflash_core.target import LlamaTarget
 from dflash_core.training.conversations import Conversation
 from dflash_core.training.errors import TrainingError
-from dflash_core.training.generation import RowsCache
+from dflash_core.training.workers import Workers
 
 TOKENS_PER_PASS = 4096
 BYTES = 2  # bfloat16, whatever dtype the target runs in
+
+
+class RowsCache(KVCache):
+    """A cache whose slots are the rows of the batch in order: reading it copies nothing."""
+
+    def read(self, layer: int, slots_B: Tensor, context_len: int) -> tuple[Tensor, Tensor]:
+        rows = len(slots_B)
+        return self.keys[layer][:rows, :context_len], self.values[layer][:rows, :context_len]
 
 
 class FeatureFile:
@@ -50,11 +61,14 @@ class FeatureFile:
         out[: end - start].view(torch.int16).numpy()[:] = self._rows[start:end]
 
 
-@torch.inference_mode()
 def compute_features(
-    model: LlamaTarget, conversations: list[Conversation], path: Path
+    model: LlamaTarget, conversations: list[Conversation], path: Path, workers: Workers
 ) -> Iterator[int]:
     """Bring the file up to date; yields the number of conversations done so far.
+
+    Args:
+        model: the target, tapped.
+        workers: each runs a batch of its own.
 
     Raises TrainingError on a full disk; what was computed before stays usable.
     """
@@ -66,20 +80,22 @@ def compute_features(
     os.truncate(path, int(ends[done - 1]) * width * BYTES if done else 0)
     yield done
     while done < len(conversations):
-        batch = _next_batch(conversations, done)
-        data = b"".join(
-            rows.contiguous().view(torch.uint8).numpy().tobytes() for rows in _run(model, batch)
-        )
+        batches: list[list[Conversation]] = []
+        end = done
+        while end < len(conversations) and len(batches) < workers.threads:
+            batches.append(_next_batch(conversations, end))
+            end += len(batches[-1])
+        data = b"".join(workers.map(partial(_run, model), batches))
         try:
             with path.open("ab") as file:
                 file.write(data)
         except OSError as error:
             raise TrainingError(
                 f"{path}: cannot be written ({os.strerror(error.errno or 0)}); {len(data)} more "
-                f"bytes are needed for the next {len(batch)} conversations: make room and run the "
+                f"bytes are needed for the next {end - done} conversations: make room and run the "
                 "same command again"
             ) from error
-        done += len(batch)
+        done = end
         yield done
 
 
@@ -94,7 +110,9 @@ def _next_batch(conversations: list[Conversation], start: int) -> list[Conversat
     return batch
 
 
-def _run(model: LlamaTarget, batch: list[Conversation]) -> Iterator[Tensor]:
+@torch.inference_mode()
+def _run(model: LlamaTarget, batch: list[Conversation]) -> bytes:
+    """Features of the conversations of a batch, one after the other."""
     config, B = model.config, len(batch)
     L = max(len(conversation.tokens) for conversation in batch)
     cache = RowsCache(
@@ -118,5 +136,7 @@ def _run(model: LlamaTarget, batch: list[Conversation]) -> Iterator[Tensor]:
         L,
     )
     rows_BLW = torch.cat((features_BLF, model.norm(hidden_BLH)), dim=-1).bfloat16()
-    for rows_LW, conversation in zip(rows_BLW, batch, strict=True):
-        yield rows_LW[: len(conversation.tokens)]
+    return b"".join(
+        rows_LW[: len(conversation.tokens)].contiguous().view(torch.uint8).numpy().tobytes()
+        for rows_LW, conversation in zip(rows_BLW, batch, strict=True)
+    )

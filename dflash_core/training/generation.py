@@ -5,7 +5,7 @@ arXiv 2406.08464), and then answers it. Every row of the batch is a conversation
 finished one is replaced at once, so all rows always work. Prompts from a file go the same way, with
 the question forced token by token.
 
-Shape legend: R rows, L block length, V vocabulary, G key/value heads, C context, D head dimension.
+Shape legend: R rows, V vocabulary.
 """
 
 from __future__ import annotations
@@ -17,11 +17,12 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from dflash_core.kv_cache import KVCache
 from dflash_core.target import LlamaTarget
 from dflash_core.training.conversations import Conversation
+from dflash_core.training.decoding import RowsDecoder
 from dflash_core.training.errors import TrainingError
 from dflash_core.training.prompts import ChatTemplate
+from dflash_core.training.workers import Workers
 
 PATIENCE = 20  # useless questions per row before it is an error
 
@@ -45,14 +46,6 @@ class GenerationSettings:
     top_k: int = 64
 
 
-class RowsCache(KVCache):
-    """A cache whose slots are the rows of the batch in order: reading it copies nothing."""
-
-    def read(self, layer: int, slots_B: Tensor, context_len: int) -> tuple[Tensor, Tensor]:
-        rows = len(slots_B)
-        return self.keys[layer][:rows, :context_len], self.values[layer][:rows, :context_len]
-
-
 @dataclass
 class _Row:
     tokens: list[int]
@@ -69,6 +62,7 @@ class Generator:
         template: its chat template.
         questions: token ids of given questions; None to let the target write them.
         seed: of the sampling.
+        workers: share the rows of a step.
     """
 
     def __init__(
@@ -79,6 +73,7 @@ class Generator:
         *,
         questions: Iterator[tuple[int, ...]] | None = None,
         seed: int = 0,
+        workers: Workers,
     ) -> None:
         self.model = model
         self.template = template
@@ -88,18 +83,13 @@ class Generator:
         self.stops = frozenset(model.config.eos_token_ids)
         self.tokens_run = 0
         self._remaining: int | None = None
-        config, weight = model.config, model.norm.weight
         longest = len(template.head) + settings.max_question + len(template.bridge)
-        self.max_len = longest + settings.max_answer
-        self.cache = RowsCache(
-            num_layers=config.num_layers,
-            num_slots=settings.rows,
-            max_len=self.max_len,
-            num_kv_heads=config.num_kv_heads,
-            head_dim=config.head_dim,
-            dtype=weight.dtype,
-            device=weight.device,
-        )
+        self.workers = workers
+        self.parts = workers.split(settings.rows)
+        self.decoders = [
+            RowsDecoder(model, rows=part.stop - part.start, max_len=longest + settings.max_answer)
+            for part in self.parts
+        ]
 
     @torch.inference_mode()
     def run(self, limit: int | None = None) -> Iterator[Conversation]:
@@ -111,7 +101,9 @@ class Generator:
         Raises TrainingError: the target does not end its questions.
         """
         self._remaining = limit
-        self._fill_heads()
+        # All rows begin with the same tokens, whose keys and values no row ever overwrites.
+        for decoder in self.decoders:
+            decoder.fill(self.template.head)
         rows = [self._new_row() for _ in range(self.settings.rows)]
         useless = 0  # questions since the last conversation that came to nothing
         while any(row is not None for row in rows):
@@ -171,9 +163,16 @@ class Generator:
         tokens = [row.tokens[-1] if row else 0 for row in rows]
         starts = [len(row.tokens) - 1 if row else 0 for row in rows]
         self.tokens_run += sum(row is not None for row in rows)
-        hidden_R1H, _ = self._forward(torch.tensor(tokens)[:, None], torch.tensor(starts))
-        logits_RV = self.model.logits(hidden_R1H[:, 0])
-        chosen_R = logits_RV.argmax(-1)
+        tokens_R, starts_R = torch.tensor(tokens), torch.tensor(starts)
+
+        @torch.inference_mode()
+        def run(part: int) -> tuple[Tensor, Tensor]:
+            rows = self.parts[part]
+            logits_RV = self.model.logits(self.decoders[part].step(tokens_R[rows], starts_R[rows]))
+            return logits_RV, logits_RV.max(-1).indices  # argmax, four times as fast
+
+        logits, chosen = zip(*self.workers.map(run, range(len(self.parts))), strict=True)
+        logits_RV, chosen_R = torch.cat(logits), torch.cat(chosen)
         sampling = [
             index
             for index, row in enumerate(rows)
@@ -186,20 +185,3 @@ class Generator:
             pick = torch.multinomial(probabilities, 1, generator=self.random)
             chosen_R[sampling] = ids.gather(1, pick)[:, 0]
         return chosen_R.tolist()
-
-    def _fill_heads(self) -> None:
-        """All rows begin with the same tokens, whose keys and values no row ever overwrites."""
-        head = torch.tensor(self.template.head)[None].expand(self.settings.rows, -1)
-        self._forward(head, torch.zeros(self.settings.rows))
-
-    def _forward(self, tokens_RL: Tensor, starts_R: Tensor) -> tuple[Tensor, Tensor]:
-        R, L = tokens_RL.shape
-        context_len = min(self.max_len, -(-(int(starts_R.max()) + L) // 32) * 32)
-        return self.model(
-            tokens_RL.int(),
-            torch.arange(R, dtype=torch.int32),
-            starts_R.int(),
-            torch.full((R,), L, dtype=torch.int32),
-            self.cache,
-            context_len,
-        )

@@ -12,7 +12,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict
 from functools import cached_property
 from pathlib import Path
@@ -173,7 +173,7 @@ class Project:
                     digest.update(block)
         return digest.hexdigest()
 
-    def export(self, weights: dict[str, Tensor], facts: dict[str, Any]) -> Path:
+    def export(self, weights: Mapping[str, Tensor], facts: dict[str, Any]) -> Path:
         """Write the z-lab-format checkpoint with a model card. Raises TrainingError."""
         folder = self.path("drafter")
         tensors = {name: weight.detach().bfloat16() for name, weight in weights.items()}

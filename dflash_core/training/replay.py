@@ -20,6 +20,8 @@ from dflash_core.statistics import AcceptanceStatistics
 from dflash_core.training.conversations import Conversation
 from dflash_core.training.forward import draft_hidden
 
+ANCHORS_AT_A_TIME = 32
+
 
 @torch.inference_mode()
 def replay(
@@ -66,4 +68,10 @@ def all_drafts(
     tokens_BAL[..., 0] = torch.tensor(conversation.tokens)[anchors_BA]
     x_BALH = vocabulary.embed_tokens(tokens_BAL)
     hidden_BALH = draft_hidden(model, features_SF[None].to(x_BALH.dtype), x_BALH, anchors_BA)
-    return vocabulary.logits(hidden_BALH[0, :, 1:]).argmax(-1).tolist()
+    hidden_AKH = hidden_BALH[0, :, 1:].contiguous()  # else the product copies the head per anchor
+    # Piece by piece: the logits of all anchors at once would be a hundred megabytes.
+    return [
+        drafts
+        for piece in hidden_AKH.split(ANCHORS_AT_A_TIME)
+        for drafts in vocabulary.logits(piece).max(-1).indices.tolist()
+    ]

@@ -44,7 +44,12 @@ class OptimizationSettings:
         learning_rate: its peak; linear warm-up, then a cosine down to a twentieth.
         warmup: steps.
         weight_decay, clip: AdamW's decay of matrices; largest gradient norm.
+        average: the drafter that is kept is an average over the run's last steps; how much of it
+            each step keeps (0: the last step's weights alone).
         decay: how fast the weight of later drafts falls, `exp(-(k - 1) / decay)`.
+        chain: share of that weight that a draft has only where those before it are right.
+        short: share of the steps whose blocks have half of the drafts only: nearly as much is
+            learned, in little more than half of the time.
         teacher: share of the target's distribution in the labels (0: only its tokens).
         frequent, sampled: tokens that take part in the loss (see `loss.py`).
         save_every: steps between checkpoints.
@@ -58,7 +63,10 @@ class OptimizationSettings:
     warmup: int = 50
     weight_decay: float = 0.01
     clip: float = 1.0
+    average: float = 0.0
     decay: float = 4.0
+    chain: float = 0.0
+    short: float = 0.0
     teacher: float = 0.5
     frequent: int = 8192
     sampled: int = 1024
@@ -77,6 +85,7 @@ class TrainingSettings:
         conversations: size of the training set.
         held_out: conversations that are kept apart to evaluate with.
         prompts: file with user messages (*.txt, *.jsonl); None to let the target write them.
+        corpus: folder of packed conversations (`pack`) to begin with; None to begin with none.
         threads: CPU threads.
     """
 
@@ -86,6 +95,7 @@ class TrainingSettings:
     conversations: int = 10000
     held_out: int = 192
     prompts: str | None = None
+    corpus: str | None = None
     threads: int = 2
     seed: int = 0
     generation: GenerationSettings = field(default_factory=GenerationSettings)

@@ -1,7 +1,7 @@
 """Training steps and their checkpoints.
 
 Shape legend: B conversations, S positions, A anchors, L block length, K = L - 1 drafts, M predicted
-tokens (valid ones of B * A * K), H hidden, F feature width, W = F + H.
+tokens (B * A * K), H hidden, F feature width, W = F + H.
 """
 
 from __future__ import annotations
@@ -19,9 +19,15 @@ from dflash_core.drafter import DFlashDrafter, TargetVocabulary
 from dflash_core.training.batches import Batch, BatchSource
 from dflash_core.training.errors import TrainingError
 from dflash_core.training.forward import draft_hidden
-from dflash_core.training.loss import DistilledCrossEntropy, LossVocabulary, position_weights
+from dflash_core.training.loss import (
+    DistilledCrossEntropy,
+    LossVocabulary,
+    StepVocabulary,
+    position_weights,
+)
 from dflash_core.training.optimizer import MasterWeights
 from dflash_core.training.settings import OptimizationSettings
+from dflash_core.training.workers import Workers
 
 
 @dataclass(frozen=True)
@@ -50,6 +56,7 @@ class Trainer:
     batches: data.
     counts: int64 `[vocab]`, frequency of each token in the answers.
     settings: of this run.
+    workers: share the conversations of a step.
     """
 
     def __init__(
@@ -60,14 +67,16 @@ class Trainer:
         batches: BatchSource,
         counts: Tensor,
         settings: OptimizationSettings,
+        workers: Workers,
     ) -> None:
         self.model = model.requires_grad_(True)
+        self.workers = workers
         self.vocabulary = vocabulary
         self.batches = batches
         self.settings = settings
         self.optimizer = MasterWeights(model, masters, settings)
         self.loss_vocabulary = LossVocabulary(
-            counts, frequent=settings.frequent, sampled=settings.sampled
+            head_weight(vocabulary), counts, frequent=settings.frequent, sampled=settings.sampled
         )
         self.weights_K = position_weights(model.config.block_size, settings.decay)
         self.step = 0
@@ -76,14 +85,22 @@ class Trainer:
         """One optimizer step on the next batch."""
         batch = self.batches.batch(self.step)
         random = torch.Generator().manual_seed(self.settings.seed * 1_000_003 + self.step)
-        loss, correct_BAK = self.loss(batch, random)
-        loss.backward()
-        norm = self.optimizer.step(self.step)
-        report = _report(self.step, loss, correct_BAK, batch.valid_BAK, norm)
+        vocabulary = self.loss_vocabulary.choose(batch.labels_BAK, random)
+        parameters = list(self.optimizer.parameters.values())
+
+        def run(rows: slice) -> tuple[Tensor, Tensor, tuple[Tensor, ...]]:
+            loss, correct_BAK = self.loss(batch.part(rows), vocabulary)
+            return loss.detach(), correct_BAK, torch.autograd.grad(loss, parameters)
+
+        parts = self.workers.map(run, self.workers.split(len(batch.anchors_BA)))
+        losses, correct, gradients = zip(*parts, strict=True)
+        norm = self.optimizer.step(self.step, list(gradients))
+        loss = torch.stack(losses).mean()
+        report = _report(self.step, loss, torch.cat(correct), batch.valid_BAK, norm)
         self.step += 1
         return report
 
-    def loss(self, batch: Batch, random: torch.Generator) -> tuple[Tensor, Tensor]:
+    def loss(self, batch: Batch, vocabulary: StepVocabulary) -> tuple[Tensor, Tensor]:
         """(loss, correct bool `[B, A, K]`)."""
         H = self.model.config.hidden_size
         features_BSW = batch.features_BSW.to(head_weight(self.vocabulary).dtype)
@@ -97,24 +114,21 @@ class Trainer:
             offsets_K = torch.arange(valid.shape[-1])
             before_BAK = (batch.anchors_BA[..., None] + offsets_K).clamp(max=final_BSH.shape[1] - 1)
             rows_B11 = torch.arange(len(final_BSH))[:, None, None]
-            teacher_MH = final_BSH[rows_B11, before_BAK][valid]
-        ids_V, labels_M = self.loss_vocabulary.choose(batch.labels_BAK[valid], random)
-        weights_M = self.weights_K.expand_as(valid)[valid]
+            teacher_MH = final_BSH[rows_B11, before_BAK].flatten(0, 2)
         loss, correct_M = DistilledCrossEntropy.apply(
-            hidden_BAKH[valid],
+            hidden_BAKH.flatten(0, 2),
             teacher_MH,
-            head_weight(self.vocabulary)[ids_V],
-            labels_M,
-            weights_M / weights_M.sum(),
+            vocabulary.head_VH,
+            vocabulary.index[batch.labels_BAK.flatten()],
+            (self.weights_K[: valid.shape[-1]] * valid).flatten(0, 1),
             share,
+            self.settings.chain,
         )
-        correct_BAK = torch.zeros_like(valid)
-        correct_BAK[valid] = correct_M
-        return loss, correct_BAK
+        return loss, correct_M.view_as(valid) & valid
 
     def _draft(self, features_BSF: Tensor, batch: Batch) -> Tensor:
-        config = self.model.config
-        tokens_BAL = torch.full((*batch.anchors_BA.shape, config.block_size), config.mask_token_id)
+        B, A, K = batch.labels_BAK.shape
+        tokens_BAL = torch.full((B, A, 1 + K), self.model.config.mask_token_id)
         tokens_BAL[..., 0] = batch.anchor_tokens_BA
         x_BALH = self.vocabulary.embed_tokens(tokens_BAL)
         return draft_hidden(self.model, features_BSF, x_BALH, batch.anchors_BA)

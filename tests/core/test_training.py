@@ -22,12 +22,15 @@ from dflash_core.drafter import DFlashDrafter
 from dflash_core.kv_cache import KVCache
 from dflash_core.loading import build
 from dflash_core.random_drafter import write_random_drafter
+from dflash_core.sampling import SamplingParams
+from dflash_core.statistics import AcceptanceStatistics
 from dflash_core.training.batches import BatchSource
 from dflash_core.training.conversations import (
     Conversation,
     ConversationWriter,
     read_conversations,
 )
+from dflash_core.training.corpus import unpack
 from dflash_core.training.errors import TrainingError
 from dflash_core.training.evaluation import Evaluator
 from dflash_core.training.features import FeatureFile, compute_features
@@ -45,6 +48,7 @@ from dflash_core.training.settings import (
     load_settings,
 )
 from dflash_core.training.trainer import Trainer
+from dflash_core.training.workers import Workers
 from tests.tiny import MASK_TOKEN_ID, write_target
 
 TAPS = (0, 2, 4)
@@ -98,16 +102,17 @@ def project(tmp_path_factory: pytest.TempPathFactory) -> Project:
         ChatTemplate.of(ByteTokenizer()),
         GenerationSettings(rows=3, max_question=5, max_answer=30, sampled=0.0),
         questions=iter(map(tuple, questions)),
+        workers=Workers(2),
     )
     with ConversationWriter(project.path("train.jsonl")) as writer:
         writer.append(list(generator.run()))
     model = project.target(longest=128)
     conversations, path = project.conversations("train"), project.features_path("train")
-    assert list(compute_features(model, conversations, path))[-1] == 8
+    assert list(compute_features(model, conversations, path, Workers(2)))[-1] == 8
     return project
 
 
-def trainer_of(project: Project, run: OptimizationSettings = RUN) -> Trainer:
+def trainer_of(project: Project, run: OptimizationSettings = RUN, threads: int = 1) -> Trainer:
     conversations = project.conversations("train")
     features = FeatureFile(project.features_path("train"), conversations, project.width)
     sample = torch.empty((len(conversations[0].tokens), project.width), dtype=torch.bfloat16)
@@ -126,10 +131,12 @@ def trainer_of(project: Project, run: OptimizationSettings = RUN) -> Trainer:
             batch_size=run.batch_size,
             anchors=run.anchors,
             block_size=project.drafter_config.block_size,
+            short=run.short,
             seed=run.seed,
         ),
         torch.ones(project.target_config.vocab_size, dtype=torch.int64),
         run,
+        Workers(threads),
     )
 
 
@@ -214,16 +221,22 @@ def test_features_of_the_anchor_and_later_positions_change_nothing(project):
 # The loss
 
 
-@pytest.mark.parametrize("share", [0.0, 0.3])
-def test_the_fused_loss_and_its_gradient_are_those_of_plain_cross_entropy(share):
+@pytest.mark.parametrize(("share", "chain"), [(0.0, 0.0), (0.3, 0.0), (0.3, 0.8)])
+def test_the_fused_loss_and_its_gradient_are_those_of_plain_cross_entropy(share, chain):
     random = torch.Generator().manual_seed(0)
-    hidden = torch.randn((700, 16), generator=random, requires_grad=True)
-    teacher = torch.randn((700, 16), generator=random) if share else None
+    N, K = 140, 5
+    hidden = torch.randn((N * K, 16), generator=random, requires_grad=True)
+    teacher = torch.randn((N * K, 16), generator=random) if share else None
     head = torch.randn((50, 16), generator=random)
-    labels = torch.randint(50, (700,), generator=random)
-    weights = torch.rand(700, generator=random)
+    labels = torch.randint(50, (N * K,), generator=random)
+    # Half of the first drafts are made right, so that the weights behind them differ.
+    labels[::10] = (hidden.detach() @ head.T).argmax(-1)[::10]
+    weights = torch.rand((N, K), generator=random)
+    weights[::7, 3:] = 0.0
 
-    loss, correct = DistilledCrossEntropy.apply(hidden, teacher, head, labels, weights, share)
+    loss, correct = DistilledCrossEntropy.apply(
+        hidden, teacher, head, labels, weights, share, chain
+    )
     loss.backward()
     plain = hidden.detach().clone().requires_grad_()
     logits = plain @ head.T
@@ -231,20 +244,31 @@ def test_the_fused_loss_and_its_gradient_are_those_of_plain_cross_entropy(share)
     if teacher is not None:
         soft = (teacher @ head.T).softmax(-1)
         rows = rows + share * F.cross_entropy(logits, soft, reduction="none")
-    expected = (weights * rows).sum()
+    expected_weights = weights.clone()
+    passed = logits.detach().softmax(-1).gather(1, labels[:, None]).view(N, K)
+    right = (logits.argmax(-1) == labels).view(N, K)
+    for n in range(N):
+        before = 1.0
+        for k in range(K):
+            expected_weights[n, k] *= 1 - chain + chain * before
+            before *= 1.0 if right[n, k] else passed[n, k].item()
+    expected = (expected_weights.flatten() * rows).sum() / expected_weights.sum()
     expected.backward()
 
     torch.testing.assert_close(loss, expected)
     torch.testing.assert_close(hidden.grad, plain.grad)
     assert torch.equal(correct, logits.argmax(-1) == labels)
+    assert 70 <= correct.sum() < N * K
 
 
 def test_every_label_takes_part_in_the_loss_however_rare():
     counts = torch.arange(100)
-    vocabulary = LossVocabulary(counts, frequent=10, sampled=5)
-    labels = torch.tensor([3, 95, 0, 3])
-    ids, index = vocabulary.choose(labels, torch.Generator().manual_seed(0))
-    assert torch.equal(ids[index], labels)
+    head = torch.randn(100, 4)
+    vocabulary = LossVocabulary(head, counts, frequent=10, sampled=5)
+    labels = torch.tensor([[3, 95], [0, 3]])
+    ids, index, head_VH = vocabulary.choose(labels, torch.Generator().manual_seed(0))
+    assert torch.equal(ids[index[labels]], labels)
+    assert torch.equal(head_VH, head[ids])
     assert set(range(90, 100)) <= set(ids.tolist())
     assert len(ids) == len(set(ids.tolist())) <= 10 + 5 + 3
 
@@ -265,19 +289,30 @@ def test_two_minutes_on_a_fixed_set_reach_nine_tenths_of_the_drafts(project, tok
     assert after.acceptance_length > 1 + 0.7 * K  # the last steps of an answer need fewer drafts
 
     drafter = project.export(trainer.optimizer.masters, {"steps": trainer.step})
-    evaluator = Evaluator(
-        project.target_folder,
-        drafter,
-        tokenizer,
-        num_drafts=K,
-        max_tokens=30,
-        slots=4,
-        longest_prompt=8,
-        dtype=torch.float32,
-    )
     prompts = {"fixed set": [list(conversation.prompt) for conversation, _ in answers]}
-    (decoded,) = evaluator.run(prompts)
-    assert decoded.statistics.num_accepted_tokens > 0.9 * decoded.statistics.num_draft_tokens
+
+    def decoded(temperature: float, seed: int = 0) -> AcceptanceStatistics:
+        evaluator = Evaluator(
+            project.target_folder,
+            drafter,
+            tokenizer,
+            num_drafts=K,
+            max_tokens=30,
+            slots=4,
+            longest_prompt=8,
+            dtype=torch.float32,
+            sampling=SamplingParams(temperature=temperature, seed=seed),
+        )
+        (evaluation,) = evaluator.run(prompts)
+        assert evaluation.as_dict()["temperature"] == temperature
+        return evaluation.statistics
+
+    greedy = decoded(0.0)
+    assert greedy.num_accepted_tokens > 0.9 * greedy.num_draft_tokens
+    # A random target's samples are hardly ever its likeliest tokens.
+    sampled = decoded(2.0)
+    assert sampled.num_accepted_tokens < 0.5 * sampled.num_draft_tokens
+    assert decoded(2.0) == sampled != decoded(2.0, seed=1)
 
 
 def test_the_exported_card_and_config_describe_the_run(project):
@@ -291,6 +326,52 @@ def test_the_exported_card_and_config_describe_the_run(project):
     checkpoint = Checkpoint(folder)
     assert checkpoint.names() == set(trainer.optimizer.masters)
     assert all(checkpoint.read(name).dtype == torch.bfloat16 for name in checkpoint.names())
+
+
+def test_the_result_is_an_average_over_the_last_steps(project):
+    plain = trainer_of(project, replace(RUN, average=0.0))
+    averaged = trainer_of(project, replace(RUN, average=0.8))
+    for _ in range(20):
+        plain.run_step()
+        averaged.run_step()
+        if averaged.step == 8:
+            kept = {name: weight.clone() for name, weight in averaged.optimizer.masters.items()}
+    for name, weight in plain.optimizer.result.items():
+        assert torch.equal(weight, plain.optimizer.masters[name])
+        assert torch.equal(averaged.optimizer.masters[name], plain.optimizer.masters[name])
+    matrix = "layers.0.mlp.up_proj.weight"
+    average, last = averaged.optimizer.result[matrix], averaged.optimizer.masters[matrix]
+    behind = (average - kept[matrix]).norm() / (last - kept[matrix]).norm()
+    assert 0.3 < behind < 0.98
+
+
+def test_threads_share_a_step_and_change_nothing(project):
+    alone, shared = trainer_of(project), trainer_of(project, threads=2)
+    for _ in range(5):
+        # Equally many anchors in both halves, so the mean of their means is the mean.
+        first, second = alone.run_step(), shared.run_step()
+        assert second.loss == pytest.approx(first.loss, rel=1e-3)
+        assert second.gradient_norm == pytest.approx(first.gradient_norm, rel=1e-2)
+    for name, weight in alone.optimizer.masters.items():
+        torch.testing.assert_close(shared.optimizer.masters[name], weight, rtol=0.05, atol=5e-3)
+
+
+@pytest.mark.parametrize(("size", "ends"), [(8, [2, 5, 8]), (2, [1, 2]), (1, [1])])
+def test_work_is_split_into_equal_parts(size, ends):
+    slices = Workers(3).split(size)
+    assert [part.stop for part in slices] == ends
+    assert [part.start for part in slices] == [0, *ends[:-1]]
+
+
+def test_a_failure_in_a_thread_is_raised():
+    def run(part: int) -> int:
+        if part == 1:
+            raise TrainingError("of part 1")
+        return part
+
+    assert Workers(2).map(abs, [-1, -2, -3]) == [1, 2, 3]
+    with pytest.raises(TrainingError, match="of part 1"):
+        Workers(2).map(run, range(3))
 
 
 # Interruptions
@@ -362,6 +443,16 @@ def test_batches_depend_on_seed_and_step_alone(project):
     assert not torch.equal(epochs[0].anchors_BA, epochs[first.batches_per_epoch].anchors_BA)
 
 
+def test_some_steps_have_shorter_blocks(project):
+    trainer = trainer_of(project, replace(RUN, short=0.5))
+    drafts = [trainer.batches.batch(step).labels_BAK.shape[-1] for step in range(40)]
+    assert set(drafts) == {3, 5}
+    assert 10 < drafts.count(3) < 30
+    for wanted in drafts[:6]:
+        report = trainer.run_step()
+        assert len(report.accuracy) == wanted
+
+
 def test_labels_are_the_tokens_after_the_anchor(project):
     batch = trainer_of(project).batches.batch(3)
     by_tokens = {c.tokens for c in project.conversations("train")}
@@ -416,7 +507,8 @@ def test_a_target_that_writes_its_own_questions_keeps_to_its_template(tmp_path):
     )
     template = ChatTemplate.of(ByteTokenizer())
     settings = GenerationSettings(rows=4, max_question=200, max_answer=10, sampled=0.5)
-    generator = Generator(project.target(longest=256, tapped=False), template, settings, seed=5)
+    target = project.target(longest=256, tapped=False)
+    generator = Generator(target, template, settings, seed=5, workers=Workers(1))
     conversations = list(generator.run(12))
     assert conversations
     for conversation in conversations:
@@ -425,6 +517,20 @@ def test_a_target_that_writes_its_own_questions_keeps_to_its_template(tmp_path):
         assert 1 <= len(question) <= 200
         assert template.bridge[0] not in question
         assert 1 <= len(conversation.tokens) - conversation.answer <= 10
+
+
+def test_the_conversations_that_ship_can_be_trained_on(project, tmp_path):
+    shipped = Path("dflash_core/drafters/smollm2-135m-dflash/conversations")
+    settings = replace(project.settings, corpus=str(shipped), folder=str(tmp_path))
+    assert len(unpack(Project(settings))) == 2
+    assert unpack(Project(settings)) == [], "a project's own sets are left as they are"
+    sets = {
+        part: list(read_conversations(tmp_path / f"{part}.jsonl")) for part in ("train", "held_out")
+    }
+    prompts = [{conversation.prompt for conversation in part} for part in sets.values()]
+    assert len(prompts[0]) == len(sets["train"]) >= 1000
+    assert len(sets["held_out"]) >= 64 and not prompts[0] & prompts[1]
+    assert max(max(c.tokens) for part in sets.values() for c in part) < 49152
 
 
 def test_a_line_cut_off_by_a_kill_is_ignored_and_repaired(tmp_path):
@@ -531,8 +637,8 @@ def test_a_full_disk_loses_no_features(project, tmp_path):
     path = tmp_path / "features.bf16"
     whole = project.features_path("train").read_bytes()
     with room_for(len(whole) - 100), pytest.raises(TrainingError, match="more bytes are needed"):
-        list(compute_features(model, conversations, path))
-    assert list(compute_features(model, conversations, path))[-1] == len(conversations)
+        list(compute_features(model, conversations, path, Workers(2)))
+    assert list(compute_features(model, conversations, path, Workers(2)))[-1] == len(conversations)
     assert path.stat().st_size == len(whole)
 
 
@@ -542,7 +648,7 @@ def test_interrupted_features_go_on_where_they_were(project, tmp_path):
     path = tmp_path / "features.bf16"
     whole = project.features_path("train").read_bytes()
     path.write_bytes(whole[: len(whole) * 2 // 3])
-    done = list(compute_features(model, conversations, path))
+    done = list(compute_features(model, conversations, path, Workers(2)))
     assert 0 < done[0] < len(conversations) == done[-1]
     resumed = torch.frombuffer(bytearray(path.read_bytes()), dtype=torch.bfloat16)
     expected = torch.frombuffer(bytearray(whole), dtype=torch.bfloat16)

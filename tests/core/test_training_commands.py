@@ -65,6 +65,30 @@ def test_data_train_and_evaluate_in_turn(config, capsys):
     assert [result["prompts"] for result in results] == [3] + [1] * 10 + [10]
     assert all(result["acceptance_length"] >= 1 for result in results)
     assert (folder / "evaluation.png").read_bytes().startswith(b"\x89PNG")
+    assert run("evaluate", config, "--max-tokens", 8, "--prompts", 3, "--temperature", 1) == 0
+    sampled = json.loads((folder / "evaluation.json").read_text())
+    assert [result["temperature"] for result in results + sampled] == [0.0] * 12 + [1.0] * 12
+
+
+def test_packed_conversations_are_what_another_project_begins_with(config, capsys):
+    folder = config.parent / "project"
+    assert run("data", config) == 0
+    assert run("pack", config, config.parent / "corpus") == 0
+    settings = yaml.safe_load(config.read_text())
+    settings |= {"corpus": str(config.parent / "corpus"), "folder": str(config.parent / "second")}
+    config.write_text(yaml.safe_dump(settings | {"conversations": 7}))
+    assert run("data", config) == 0
+    for name in ("train.jsonl", "held_out.jsonl"):
+        assert (config.parent / "second" / name).read_bytes() == (folder / name).read_bytes()
+    (config.parent / "second" / "held_out.jsonl").write_text("")
+    assert run("data", config) == 0, "a project's own sets are left as they are"
+    assert len((config.parent / "second" / "train.jsonl").read_text().splitlines()) == 8
+
+    packed = config.parent / "corpus" / "train.jsonl.xz"
+    packed.write_bytes(packed.read_bytes()[:-20])
+    (config.parent / "second" / "train.jsonl").unlink()
+    assert run("data", config) == 1
+    assert "train.jsonl.xz cannot be read" in " ".join(capsys.readouterr().out.split())
 
 
 def test_commands_out_of_order_say_what_to_run_first(config, capsys):
