@@ -93,6 +93,7 @@ def spec_of(part: str) -> ModelSpec:
         model="m",
         revision=None,
         dtype="bfloat16",
+        compile="eager",
         device="neuron",
         shapes=made.shapes(1),
         channel_bytes=1 << 20,
