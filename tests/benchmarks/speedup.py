@@ -42,7 +42,7 @@ ROOT = Path(__file__).parents[2]
 
 @dataclass(frozen=True)
 class Answer:
-    """One streamed answer: tokens, seconds to the first and to the last, acceptance."""
+    """One streamed answer: tokens, seconds to the first and to the last, tokens per step."""
 
     text: str
     tokens: int
@@ -75,7 +75,9 @@ def ask(app: Application, prompt: str, max_tokens: int) -> Answer:
             if chunk["choices"]:
                 first = first or time.perf_counter() - began
                 text += chunk["choices"][0]["delta"].get("content") or ""
-                acceptance = (chunk.get("metrics") or {}).get("acceptance_length", acceptance)
+                if metrics := chunk.get("metrics"):
+                    steps = max(1, metrics["num_decode_steps"])
+                    acceptance = metrics["num_decode_tokens"] / steps
             else:
                 tokens = chunk["usage"]["completion_tokens"]
     return Answer(text, tokens, first, time.perf_counter() - began, acceptance)
@@ -161,7 +163,7 @@ def main(
 
 def show(results: list[dict[str, Any]]) -> None:
     table = Table(title="Speculation against the baseline (medians)")
-    for name in ("concurrency", "baseline tok/s", "DFlash tok/s", "speedup", "acceptance length"):
+    for name in ("concurrency", "baseline tok/s", "DFlash tok/s", "speedup", "tokens per step"):
         table.add_column(name, justify="right")
     table.add_column("first token, baseline / DFlash", justify="right")
     for result in results:
