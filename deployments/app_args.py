@@ -6,6 +6,7 @@ from typing import Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
+from deployments.api.body_limit import MAX_BODY_BYTES
 from dflash_core.neuron.cores import CoreMap, check_disjoint
 from dflash_core.neuron.errors import NeuronError
 from dflash_core.shapes import StaticShapes, doublings
@@ -115,7 +116,9 @@ class AppArgs(Strict):
     api_key_file: str | None = Field(
         None, description="file on the Router's node with API keys, one a line"
     )
-    max_body_bytes: int = Field(4 << 20, ge=1, description="larger request bodies answer 413")
+    max_body_bytes: int = Field(
+        MAX_BODY_BYTES, ge=1, description="larger request bodies answer 413"
+    )
     cors_allow_origins: list[str] = Field(
         default_factory=list, description='origins whose web pages may use the API; "*" = all'
     )

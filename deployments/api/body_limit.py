@@ -9,6 +9,8 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from deployments.api.error_responses import error_response
 from deployments.api.errors import BodyTooLarge
 
+MAX_BODY_BYTES = 4 << 20  # unless the configuration says otherwise
+
 
 class BodyLimit:
     """ASGI middleware: status 413 and the error object for more than `max_bytes`.

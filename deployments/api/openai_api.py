@@ -24,7 +24,7 @@ from starlette.middleware.cors import CORSMiddleware
 from deployments import __version__
 from deployments.api.answer import Answer, ChatAnswer, CompletionAnswer
 from deployments.api.api_key import RequireApiKey
-from deployments.api.body_limit import BodyLimit
+from deployments.api.body_limit import MAX_BODY_BYTES, BodyLimit
 from deployments.api.error_responses import EXCEPTION_HANDLERS, InternalErrors
 from deployments.api.errors import InternalError, NotReady
 from deployments.api.event_stream import ClientGone, EventStream, unless_client_leaves
@@ -38,7 +38,6 @@ from deployments.health import Health
 from dflash_core.request import GenerationOutput, GenerationRequest
 
 OWNER = "dflash"
-MAX_BODY_BYTES = 4 << 20
 CLIENT_CLOSED_REQUEST = 499  # nobody reads it; access logs do
 
 

@@ -12,12 +12,10 @@ from __future__ import annotations
 import asyncio
 import itertools
 import json
-import os
 import statistics
 import time
 from dataclasses import dataclass, field
-from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import httpx
 import typer
@@ -25,6 +23,7 @@ from rich.console import Console
 from rich.table import Table
 
 from tests.benchmarks.prompts import PROMPTS
+from tests.serve.application import resident_bytes
 
 GROWTH = 1.03
 console = Console()
@@ -85,16 +84,6 @@ class Soak:
                     self.window.per_token_s.append((last - first) / max(1, tokens - 1))
 
 
-def resident_mib(stats: dict[str, Any]) -> float:
-    """Of the Router and all workers (proc(5), field 2 of statm)."""
-    pids = [stats["router_pid"]]
-    for group in ("verifiers", "drafters"):
-        for part in stats[group].values():
-            pids += part["replica"]["worker_pids"]
-    pages = sum(int(Path(f"/proc/{pid}/statm").read_text().split()[1]) for pid in pids)
-    return pages * os.sysconf("SC_PAGESIZE") / 2**20
-
-
 async def soak(base_url: str, minutes: int, concurrency: int, max_tokens: int) -> list[Window]:
     windows = []
     async with httpx.AsyncClient(base_url=base_url, timeout=600) as client:
@@ -109,7 +98,7 @@ async def soak(base_url: str, minutes: int, concurrency: int, max_tokens: int) -
             steps = after["num_decode_steps"] - before["num_decode_steps"]
             produced = after["num_decode_tokens"] - before["num_decode_tokens"]
             window.acceptance_length = produced / max(1, steps)
-            window.resident_mib = resident_mib(stats)
+            window.resident_mib = resident_bytes(stats) / 2**20
             before = after
             windows.append(window)
             console.print(

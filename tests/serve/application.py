@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -93,6 +95,16 @@ def application(name: str, port: int, args: dict[str, Any]) -> Iterator[Applicat
     finally:
         app.http.close()
         serve.delete(name)
+
+
+def resident_bytes(stats: dict[str, Any]) -> int:
+    """Of the Router and all workers, on this machine (proc(5), field 2 of statm)."""
+    parts = [*stats["verifiers"].values(), *stats["drafters"].values()]
+    pids = [stats["router_pid"]]
+    for part in parts:
+        pids += part["replica"]["worker_pids"]
+    pages = [int(Path(f"/proc/{pid}/statm").read_text().split()[1]) for pid in pids]
+    return sum(pages) * os.sysconf("SC_PAGESIZE")
 
 
 def idle(stats: dict[str, Any]) -> bool:

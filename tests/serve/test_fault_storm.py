@@ -13,13 +13,12 @@ import statistics
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
 
-from tests.serve.application import Application, application, idle
+from tests.serve.application import Application, application, idle, resident_bytes
 from tests.serve.load import Load
 from tests.serve.tiny_pair import MAX_MODEL_LEN, Tiny, prompt_of
 
@@ -84,13 +83,6 @@ def test_workers_that_are_killed_at_random_moments(
                 f"\n{len(seconds)} {group} killed, {load.finished} streams whole; replaced after "
                 f"{statistics.median(seconds):.1f} s (median), {max(seconds):.1f} s (longest)"
             )
-
-
-def resident_bytes(stats: dict[str, Any]) -> int:
-    """Of the Router and all workers (proc(5), field 2 of statm)."""
-    pids = [stats["router_pid"], *workers(stats, "verifiers"), *workers(stats, "drafters")]
-    pages = [int(Path(f"/proc/{pid}/statm").read_text().split()[1]) for pid in pids]
-    return sum(pages) * os.sysconf("SC_PAGESIZE")
 
 
 MALFORMED = [
