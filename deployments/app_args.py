@@ -99,6 +99,9 @@ class AppArgs(Strict):
     max_model_len: int = Field(2048, ge=2, description="longest prompt + output, in tokens")
     prefill_chunk_size: int = Field(256, ge=1, description="prompt tokens per step")
     max_queued_requests: int = Field(256, ge=0, description="waiting requests; more answer 429")
+    request_timeout_s: float | None = Field(
+        None, gt=0, description="a request that is not done by then ends with an error (408)"
+    )
     drain_timeout_s: float = Field(
         120.0, ge=0, description="a replica that is to go may finish its requests for that long"
     )

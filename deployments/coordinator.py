@@ -13,13 +13,13 @@ import math
 import os
 import time
 from collections import deque
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, AsyncIterator
 from dataclasses import asdict
 from typing import Any
 
 from ray.serve.handle import DeploymentHandle, DeploymentResponseGenerator
 
-from deployments.api.errors import NotReady, QueueFull
+from deployments.api.errors import NotReady, QueueFull, RequestTimeout
 from deployments.fleet import Fleet
 from deployments.metrics.figures import Gauges, Snapshot
 from deployments.metrics.request_record import RequestFigures, RequestRecord
@@ -48,6 +48,7 @@ class Coordinator:
         tokenizer, eos_token_ids, max_model_len: of the target.
         slots_per_verifier: requests that run at once on one Verifier.
         max_queued_requests: requests that may wait for a slot; one more is refused.
+        request_timeout: seconds from a request's arrival to its last token; None: any.
     """
 
     def __init__(
@@ -61,6 +62,7 @@ class Coordinator:
         max_model_len: int,
         slots_per_verifier: int,
         max_queued_requests: int,
+        request_timeout: float | None,
     ) -> None:
         self._name = name
         self.fleet = fleet
@@ -70,6 +72,7 @@ class Coordinator:
         self._max_model_len = max_model_len
         self._slots_per_verifier = slots_per_verifier
         self._max_queued_requests = max_queued_requests
+        self._request_timeout = request_timeout
         self._loop = asyncio.get_running_loop()
         self._cleaning: set[asyncio.Task] = set()
         self.num_waiting = 0
@@ -83,6 +86,7 @@ class Coordinator:
         Raises:
             QueueFull: too many requests wait already.
             NotReady: no Verifier, for minutes, or several in a row were lost.
+            RequestTimeout: the request's time is over.
             InternalError: a step failed.
         """
         with RequestRecord(self.requests, request) as record:
@@ -110,15 +114,19 @@ class Coordinator:
             ),
             max_model_len=self._max_model_len,
         )
+        deadline = None
+        if self._request_timeout is not None:
+            deadline = self._loop.time() + self._request_timeout
         losses = 0  # without a token in between
         while True:
-            response, lease = await self._lease(request)
+            async with self._until(deadline, "in the queue"):
+                response, lease = await self._lease(request)
             record.admitted()
             before = sequence.num_output_tokens
             sequence = sequence.in_slot(lease.slot)
             try:
                 async with contextlib.aclosing(
-                    self._run(request.request_id, sequence, lease, response)
+                    self._run(request.request_id, sequence, lease, response, deadline)
                 ) as outputs:
                     async for output in outputs:
                         yield output
@@ -140,11 +148,13 @@ class Coordinator:
         sequence: Sequence,
         lease: Lease,
         response: DeploymentResponseGenerator,
+        deadline: float | None,
     ) -> AsyncGenerator[GenerationOutput, None]:
         """The outputs of a sequence on the Verifier of this lease, which ends with them.
 
         Raises:
             ReplicaLost: the sequence has not finished; nothing changes it any more.
+            RequestTimeout: nor did it by the deadline, a time of the event loop.
         """
         deliveries: asyncio.Queue[Delivery] = asyncio.Queue()
         stream = Stream(
@@ -162,7 +172,8 @@ class Coordinator:
             verifier.add(stream)
             lost: ReplicaLost | None = None
             while lost is None or not deliveries.empty():
-                item = await deliveries.get()
+                async with self._until(deadline, f"after {sequence.num_output_tokens} tokens"):
+                    item = await deliveries.get()
                 if isinstance(item, ReplicaLost):
                     lost = lost or item
                     # A step may still be under way; what it brings is delivered before this ends.
@@ -182,6 +193,18 @@ class Coordinator:
             cleaning = self._loop.create_task(self._release(verifier, stream, watch, response))
             self._cleaning.add(cleaning)
             cleaning.add_done_callback(self._cleaning.discard)
+
+    @contextlib.asynccontextmanager
+    async def _until(self, deadline: float | None, place: str) -> AsyncIterator[None]:
+        """Raises RequestTimeout when what is awaited inside takes longer."""
+        try:
+            async with asyncio.timeout_at(deadline):
+                yield
+        except TimeoutError as error:
+            raise RequestTimeout(
+                f"the request was not done within {self._request_timeout:g} seconds "
+                f"(request_timeout_s); its time ended {place}"
+            ) from error
 
     async def _lease(self, request: GenerationRequest) -> tuple[DeploymentResponseGenerator, Lease]:
         """Wait in line for a slot. Raises NotReady when for a while nobody has any to offer."""

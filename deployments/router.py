@@ -79,6 +79,7 @@ class RouterReplica:
             max_model_len=args.max_model_len,
             slots_per_verifier=args.max_num_seqs,
             max_queued_requests=args.max_queued_requests,
+            request_timeout=args.request_timeout_s,
         )
         self.router_metrics = RouterMetrics(
             self.coordinator,

@@ -76,6 +76,14 @@ class ModelNotFound(ApiError):
     code = "model_not_found"
 
 
+class RequestTimeout(ApiError):
+    """The request was not done by its deadline."""
+
+    status = 408
+    type = "timeout_error"
+    code = "request_timeout"
+
+
 class BodyTooLarge(ApiError):
     """More bytes than this server reads."""
 

@@ -303,6 +303,41 @@ def test_a_full_queue_answers_429_and_loses_nobody_else(app: Application) -> Non
     app.wait_until(idle, 5)
 
 
+def test_a_request_ends_at_its_deadline_in_the_queue_and_in_the_middle(
+    http_port: int, tiny: Tiny
+) -> None:
+    # Every step waits two seconds for its drafts: sixty tokens would take a minute.
+    args = tiny.args(runner="tests.drafters:SlowDrafter", draft_timeout_s=30)
+    args |= {"max_num_seqs": 1, "request_timeout_s": 5 * SLOW_SECONDS}
+    with application("deadline", http_port, args) as app, ThreadPoolExecutor(1) as pool:
+        stream = app.stream(prompt_of(9), max_tokens=60, ignore_eos=True)
+        next(stream)
+        body = {"prompt": prompt_of(10), "max_tokens": 60}
+        waiting = pool.submit(app.http.post, "/v1/completions", json=body)
+        *chunks, last = stream
+        assert all("choices" in chunk for chunk in chunks)
+        assert last["error"]["code"] == "request_timeout"
+        assert "after" in last["error"]["message"]
+        answer = waiting.result()
+        assert answer.status_code == 408
+        assert answer.json()["error"]["type"] == "timeout_error"
+        app.wait_until(idle, 2 * SLOW_SECONDS)
+
+
+def test_a_request_whose_time_ends_in_the_queue_never_gets_a_slot(
+    http_port: int, tiny: Tiny
+) -> None:
+    args = tiny.args() | {"max_num_seqs": 1, "request_timeout_s": 1.0}
+    with application("queue", http_port, args) as app, ThreadPoolExecutor(8) as pool:
+        body = {"prompt": prompt_of(10), "max_tokens": 400, "ignore_eos": True}
+        answers = list(pool.map(lambda _: app.http.post("/v1/completions", json=body), range(8)))
+        late = [answer for answer in answers if answer.status_code == 408]
+        assert late, "eight requests of 400 tokens were done within a second"
+        assert any("in the queue" in answer.json()["error"]["message"] for answer in late)
+        app.wait_until(idle, 5)
+        assert app.token_ids(prompt_of(5), max_tokens=4) == tiny.continuation(prompt_of(5), 4)
+
+
 def leave(app: Application, *, stream: bool, wait_for_first: bool) -> None:
     """Send a long request and cut the connection."""
     url = httpx.URL(app.base_url)
