@@ -98,4 +98,5 @@ class DraftStep(nn.Module):
             self.cache,
             context_len,
         )
-        return parallel_argmax(self.vocabulary.logits(hidden_BLH[:, 1:]), self.tp)
+        logits_BKVr = self.vocabulary.logits(hidden_BLH[:, 1:], self.model.norm)
+        return parallel_argmax(logits_BKVr, self.tp)

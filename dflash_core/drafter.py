@@ -12,86 +12,24 @@ vocabulary slice.
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from dflash_core.attention import Block, attention_inputs
 from dflash_core.config import DrafterConfig
-from dflash_core.fused import FusedLinear, fused_columns
+from dflash_core.cpu import kernels
+from dflash_core.cpu.packing import packed_decoder, packed_injection, packed_weight
+from dflash_core.decoder_layer import DecoderLayer
 from dflash_core.kv_cache import KVCache
-from dflash_core.layers import (
-    ProjectedAttention,
-    RMSNorm,
-    SwiGLU,
-    attention_mask,
-    grouped_attention,
-)
+from dflash_core.norm import RMSNorm
 from dflash_core.parallel import (
     SINGLE,
     ColumnParallelLinear,
     TensorParallel,
     VocabParallelEmbedding,
 )
-from dflash_core.rope import RotaryEmbedding, rotate
-
-Rotary = tuple[Tensor, Tensor]
-
-
-class BlockInputs(NamedTuple):
-    """What every layer of one draft pass shares."""
-
-    rotary: Rotary  # each [B, L, 1, D]
-    rows_R: Tensor  # int64: cache row of each token of the blocks, R = B * L
-    slots_B: Tensor  # int64
-    masks: list[Tensor]  # per layer [B, 1, M * L, C + L], additive
-
-
-class DraftAttention(ProjectedAttention):
-    def __init__(self, config: DrafterConfig, tp: TensorParallel) -> None:
-        super().__init__(config, tp)
-        self.q_norm = RMSNorm(config.head_dim, config.rms_norm_eps)
-        self.k_norm = RMSNorm(config.head_dim, config.rms_norm_eps)
-        self.kv_proj: FusedLinear | None = None
-
-    def fuse(self, packed: bool) -> None:
-        """Replace the loaded layers by fused ones; of context tokens only k and v are computed."""
-        self.kv_proj = fused_columns(self.k_proj, self.v_proj, packed=packed)
-        super().fuse(packed)
-
-    def keys_values(self, x: Tensor, rotary: Rotary) -> tuple[Tensor, Tensor]:
-        """`[..., H]` -> rotated keys and values, each `[..., G, D]`."""
-        heads = (*x.shape[:-1], -1, self.head_dim)
-        if self.kv_proj is None:
-            keys, values = self.k_proj(x).view(heads), self.v_proj(x).view(heads)
-        else:
-            keys, values = self.kv_proj(x).view(heads).chunk(2, dim=-2)
-        return rotate(self.k_norm(keys), rotary), values
-
-    def forward(self, x_BLH: Tensor, inputs: BlockInputs, layer: int, cache: KVCache) -> Tensor:
-        """What the heads attend to, before the output projection."""
-        q_BLND, k_BLGD, v_BLGD = self.project(x_BLH)
-        q_BLND = rotate(self.q_norm(q_BLND), inputs.rotary)
-        k_BLGD = rotate(self.k_norm(k_BLGD), inputs.rotary)
-        cache.write(layer, inputs.rows_R, k_BLGD.flatten(0, 1), v_BLGD.flatten(0, 1))
-        mask = inputs.masks[layer]
-        k_BCGD, v_BCGD = cache.read(layer, inputs.slots_B, mask.shape[-1])
-        return grouped_attention(q_BLND, k_BCGD, v_BCGD, mask)
-
-
-class DraftLayer(nn.Module):
-    def __init__(self, config: DrafterConfig, tp: TensorParallel) -> None:
-        super().__init__()
-        self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
-        self.self_attn = DraftAttention(config, tp)
-        self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
-        self.mlp = SwiGLU(config.hidden_size, config.intermediate_size, False, tp)
-
-    def forward(self, x_BLH: Tensor, inputs: BlockInputs, layer: int, cache: KVCache) -> Tensor:
-        attended = self.self_attn(self.input_layernorm(x_BLH), inputs, layer, cache)
-        x_BLH = self.self_attn.output(attended, x_BLH)
-        return self.mlp(self.post_attention_layernorm(x_BLH), x_BLH)
+from dflash_core.rope import RotaryEmbedding
 
 
 class DFlashDrafter(nn.Module):
@@ -109,17 +47,28 @@ class DFlashDrafter(nn.Module):
         self.fc = nn.Linear(width, config.hidden_size, bias=False)
         self.feature_size = width
         self.hidden_norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
-        self.layers = nn.ModuleList(DraftLayer(config, tp) for _ in range(config.num_layers))
+        self.layers = nn.ModuleList(
+            DecoderLayer(config, layer, tp, qk_norm=True) for layer in range(config.num_layers)
+        )
+        # Layers that see the same keys of a block have a kind in common.
+        looks = list(zip(config.windows, config.causal, strict=True))
+        self.looks = list(dict.fromkeys(looks))
+        self.kinds = [self.looks.index(look) for look in looks]
+        self.num_kv_heads = self.layers[0].self_attn.num_kv_heads
         self.heads_per_group = self.layers[0].self_attn.heads_per_group
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         # A block may reach beyond the longest sequence: its last drafts are then of no use.
         self.rotary = RotaryEmbedding(
             config.rope, config.head_dim, max_model_len + config.block_size
         )
+        self.packed_injection: kernels.Injection | None = None
+        self.packed_layers: kernels.Decoder | None = None
 
-    def fuse(self, packed: bool) -> None:
-        """Pack the weight of `fc`."""
-        self.fc = FusedLinear([self.fc.weight], packed=packed)
+    def pack(self) -> None:
+        """Lay the weights out for the CPU kernels."""
+        self.packed_injection = packed_injection(self.fc, self.hidden_norm, self.layers)
+        self.packed_layers = packed_decoder(self.layers, kinds=self.kinds)
+        self.fc = None
 
     def inject(
         self, features_RF: Tensor, rows_R: Tensor, positions_R: Tensor, cache: KVCache
@@ -131,6 +80,9 @@ class DFlashDrafter(nn.Module):
             rows_R: int64 cache rows (`KVCache.rows`).
             positions_R: int32 positions of these tokens.
         """
+        if self.packed_injection is not None:
+            block = kernels.Rows(self.rotary, positions_R[None], rows_R[None])
+            return self.packed_injection.run(features_RF, block, cache.packed)
         context_RH = self.hidden_norm(self.fc(features_RF))
         rotary = self.rotary(positions_R, context_RH.dtype)
         for index, layer in enumerate(self.layers):
@@ -145,7 +97,7 @@ class DFlashDrafter(nn.Module):
         cache: KVCache,
         context_len: int,
     ) -> Tensor:
-        """Hidden states of a block, `[B, L, H]` after the final norm.
+        """Hidden states of a block, `[B, L, H]` before the final norm.
 
         Args:
             x_BLH: embeddings of `[newest accepted token, mask, mask, ...]`.
@@ -160,27 +112,26 @@ class DFlashDrafter(nn.Module):
         L = x_BLH.shape[1]
         device, dtype = x_BLH.device, x_BLH.dtype
         positions_BL = starts_B[:, None] + torch.arange(L, device=device, dtype=torch.int32)
-        keys_C = torch.arange(context_len + L, device=device, dtype=torch.int32)
-        known_BC = (keys_C >= context_starts_B[:, None]) & (keys_C < starts_B[:, None] + L)
-        distance_BLC = positions_BL[..., None] - keys_C
-        masks: dict[tuple[int | None, bool], Tensor] = {}
-        kinds = list(zip(self.config.windows, self.config.causal, strict=True))
-        for window, causal in dict.fromkeys(kinds):
-            visible_BLC = known_BC[:, None].expand(-1, L, -1)
+        end_BL = (starts_B[:, None] + L).expand(-1, L)
+        first_BL = context_starts_B[:, None].expand(-1, L)
+        places_BL = cache.rows(slots_B[:, None], positions_BL)
+        blocks = []
+        for window, causal in self.looks:
+            first, end = first_BL, end_BL
             if causal:
-                visible_BLC = visible_BLC & (distance_BLC >= 0)
+                end = torch.minimum(end, positions_BL + 1)
             if window is not None:
-                visible_BLC = visible_BLC & (distance_BLC.abs() < window)
-            masks[window, causal] = attention_mask(visible_BLC, dtype, self.heads_per_group)
-        inputs = BlockInputs(
-            rotary=self.rotary(positions_BL, dtype),
-            rows_R=cache.rows(slots_B[:, None], positions_BL).flatten(),
-            slots_B=slots_B.long(),
-            masks=[masks[kind] for kind in kinds],
-        )
-        for index, layer in enumerate(self.layers):
-            x_BLH = layer(x_BLH, inputs, index, cache)
-        return self.norm(x_BLH)
+                first = torch.maximum(first, positions_BL - (window - 1))
+                end = torch.minimum(end, positions_BL + window)
+            blocks.append(Block(positions_BL, places_BL, slots_B, first, end, context_len + L))
+        if self.packed_layers is not None:
+            rows = [kernels.Rows(self.rotary, *block[:-1]) for block in blocks]
+            self.packed_layers.run(x_BLH, rows, cache.packed)
+            return x_BLH
+        inputs = [attention_inputs(b, self.rotary, dtype, self.heads_per_group) for b in blocks]
+        for kind, layer in zip(self.kinds, self.layers, strict=True):
+            x_BLH = layer(x_BLH, inputs[kind], cache)
+        return x_BLH
 
 
 class TargetVocabulary(nn.Module):
@@ -202,18 +153,16 @@ class TargetVocabulary(nn.Module):
             self.lm_head = None
         else:
             self.lm_head = ColumnParallelLinear(hidden_size, vocab_size, tp=tp)
-        self.fused_head: FusedLinear | None = None
+        self.packed_head: kernels.Weight | None = None
 
-    def fuse(self, packed: bool) -> None:
-        """Pack the head; a tied embedding keeps its plain table for looking tokens up."""
-        if packed:
-            head = self.embed_tokens if self.lm_head is None else self.lm_head
-            self.fused_head = FusedLinear([head.weight], packed=True)
-            self.lm_head = None
+    def pack(self) -> None:
+        """Lay the head out for the CPU kernels. A tied embedding keeps its plain table."""
+        self.packed_head = packed_weight(self.lm_head or self.embed_tokens)
+        self.lm_head = None
 
-    def logits(self, hidden: Tensor) -> Tensor:
-        """`[..., H]` -> this rank's vocabulary slice of the logits, `[..., Vr]`."""
-        if self.fused_head is not None:
-            return self.fused_head(hidden)
+    def logits(self, hidden: Tensor, norm: RMSNorm) -> Tensor:
+        """Of norm(hidden): `[..., H]` -> this rank's slice of the logits, `[..., Vr]`."""
+        if self.packed_head is not None:
+            return kernels.linear(hidden, self.packed_head, (norm.weight, norm.eps))
         head = self.embed_tokens if self.lm_head is None else self.lm_head
-        return F.linear(hidden, head.weight)
+        return F.linear(norm(hidden), head.weight)

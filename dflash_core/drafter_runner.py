@@ -11,11 +11,10 @@ import torch
 
 from dflash_core.checkpoint import Checkpoint, load_drafter_config, load_target_config
 from dflash_core.config import DrafterConfig
+from dflash_core.cpu import kernels
 from dflash_core.draft_step import DraftStep, InjectStep
 from dflash_core.drafter import DFlashDrafter, TargetVocabulary
-from dflash_core.fused import packable
 from dflash_core.kv_cache import KVCache
-from dflash_core.layers import fuse
 from dflash_core.loading import build
 from dflash_core.messages import DraftPlan, DraftResult, Features, Span
 from dflash_core.parallel import SINGLE, TensorParallel
@@ -54,12 +53,11 @@ class DrafterRunner:
         self.dtype = dtype
         self.device = device
         self.tp = tp
-        num_kv_heads = model.layers[0].self_attn.num_kv_heads
         self.cache = KVCache(
             num_layers=self.config.num_layers,
             num_slots=shapes.num_slots,
             max_len=shapes.max_model_len + self.config.block_size,
-            num_kv_heads=num_kv_heads,
+            num_kv_heads=model.num_kv_heads,
             head_dim=self.config.head_dim,
             dtype=dtype,
             device=device,
@@ -102,10 +100,9 @@ class DrafterRunner:
             prefix="model.",
             partial=True,
         )
-        packed = packable(dtype, device)
-        if packed:
-            fuse(model, packed)
-            fuse(vocabulary, packed)
+        if tp.size == 1 and kernels.usable(dtype, device) and not compiled(device):
+            model.pack()
+            vocabulary.pack()
         return cls(model, vocabulary, shapes, dtype=dtype, device=device, tp=tp)
 
     @torch.inference_mode()

@@ -11,3 +11,7 @@ class ConfigError(CheckpointError):
 
 class PairingError(Exception):
     """Target, drafter and deployment options do not fit together."""
+
+
+class KernelError(Exception):
+    """The CPU kernels cannot be compiled here; the message says why."""

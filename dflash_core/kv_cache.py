@@ -11,8 +11,12 @@ rank, D head dimension.
 
 from __future__ import annotations
 
+import functools
+
 import torch
 from torch import Tensor, nn
+
+from dflash_core.cpu import kernels
 
 
 class LayerCache(nn.Module):
@@ -24,13 +28,6 @@ class LayerCache(nn.Module):
         for name in ("keys", "values"):
             zeros = torch.zeros(shape, dtype=dtype, device=device)
             self.register_buffer(name, zeros, persistent=False)
-        self._flat = [self.keys.flatten(0, 1), self.values.flatten(0, 1)]
-
-    def flat(self) -> list[Tensor]:
-        """Keys and values as rows, `[slots * max_len, G, D]`; views."""
-        if torch.compiler.is_compiling():
-            return [self.keys.flatten(0, 1), self.values.flatten(0, 1)]
-        return self._flat
 
 
 class KVCache(nn.Module):
@@ -50,7 +47,6 @@ class KVCache(nn.Module):
         self.max_len = max_len
         shape = (num_slots + 1, max_len, num_kv_heads, head_dim)
         self.layers = nn.ModuleList(LayerCache(shape, dtype, device) for _ in range(num_layers))
-        self._kept_views: dict[tuple[int, int, int], list[tuple[Tensor, Tensor]]] = {}
 
     @property
     def keys(self) -> list[Tensor]:
@@ -59,6 +55,11 @@ class KVCache(nn.Module):
     @property
     def values(self) -> list[Tensor]:
         return [layer.values for layer in self.layers]
+
+    @functools.cached_property
+    def packed(self) -> kernels.Caches:
+        """As the CPU kernels know it."""
+        return kernels.Caches(list(zip(self.keys, self.values, strict=True)))
 
     @property
     def scratch_slot(self) -> int:
@@ -78,26 +79,12 @@ class KVCache(nn.Module):
 
     def write(self, layer: int, rows_R: Tensor, keys_RGD: Tensor, values_RGD: Tensor) -> None:
         """Store keys and values of R rows (duplicates may occur in the scratch slot only)."""
-        keys, values = self.layers[layer].flat()
-        keys.index_copy_(0, rows_R, keys_RGD)
-        values.index_copy_(0, rows_R, values_RGD)
+        cache = self.layers[layer]
+        cache.keys.flatten(0, 1).index_copy_(0, rows_R, keys_RGD)
+        cache.values.flatten(0, 1).index_copy_(0, rows_R, values_RGD)
 
     def read(self, layer: int, slots_B: Tensor, context_len: int) -> tuple[Tensor, Tensor]:
         """Keys and values of positions 0..context_len-1, each `[B, C, G, D]`."""
-        if slots_B.is_cpu and not torch.compiler.is_compiling():
-            first, last = int(slots_B[0]), int(slots_B[-1])
-            if slots_B.tolist() == list(range(first, last + 1)):
-                return self._views(first, last + 1, context_len)[layer]
         cache = self.layers[layer]
         keys, values = cache.keys[:, :context_len], cache.values[:, :context_len]
         return keys.index_select(0, slots_B), values.index_select(0, slots_B)
-
-    def _views(self, first: int, end: int, context_len: int) -> list[tuple[Tensor, Tensor]]:
-        """All layers' keys and values of neighbouring slots (or one): nothing is copied."""
-        key = (first, end, context_len)
-        if key not in self._kept_views:
-            place = (slice(first, end), slice(context_len))
-            self._kept_views[key] = [
-                (layer.keys[place], layer.values[place]) for layer in self.layers
-            ]
-        return self._kept_views[key]

@@ -8,78 +8,25 @@ heads, G key/value heads, D head dimension, F features (tapped layers * H), Vr v
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from dflash_core.attention import Block, attention_inputs
 from dflash_core.config import TargetConfig
-from dflash_core.cpu_rounding import attention_length
-from dflash_core.fused import FusedLinear
+from dflash_core.cpu import kernels
+from dflash_core.cpu.packing import packed_decoder, packed_weight
+from dflash_core.cpu.rounding import attention_length
+from dflash_core.decoder_layer import DecoderLayer
 from dflash_core.kv_cache import KVCache
-from dflash_core.layers import (
-    ProjectedAttention,
-    RMSNorm,
-    SwiGLU,
-    attention_mask,
-    grouped_attention,
-)
+from dflash_core.norm import RMSNorm
 from dflash_core.parallel import (
     SINGLE,
     ColumnParallelLinear,
     TensorParallel,
     VocabParallelEmbedding,
 )
-from dflash_core.rope import RotaryEmbedding, rotate
-
-
-class LayerInputs(NamedTuple):
-    """What every layer of one forward pass shares."""
-
-    rotary: tuple[Tensor, Tensor]  # each [B, L, 1, D]
-    rows_R: Tensor  # int64: cache row that each token's key and value go to
-    slots_B: Tensor  # int64
-    mask: Tensor  # [B, 1, M * L, C], additive
-
-
-class Attention(ProjectedAttention):
-    def __init__(self, config: TargetConfig, layer: int, tp: TensorParallel) -> None:
-        super().__init__(config, tp)
-        self.layer = layer
-
-    def forward(
-        self, x_BLH: Tensor, residual_BLH: Tensor, inputs: LayerInputs, cache: KVCache
-    ) -> Tensor:
-        """residual + attention(x)."""
-        q_BLND, k_BLGD, v_BLGD = self.rotated(x_BLH, inputs.rotary)
-        cache.write(self.layer, inputs.rows_R, k_BLGD.flatten(0, 1), v_BLGD.flatten(0, 1))
-        k_BCGD, v_BCGD = cache.read(self.layer, inputs.slots_B, inputs.mask.shape[-1])
-        attended = grouped_attention(q_BLND, k_BCGD, v_BCGD, inputs.mask)
-        return self.output(attended, residual_BLH)
-
-    def rotated(self, x_BLH: Tensor, rotary: tuple[Tensor, Tensor]) -> tuple[Tensor, ...]:
-        """Queries and keys, rotated, and values."""
-        if self.qkv_proj is None:
-            q_BLND, k_BLGD, v_BLGD = self.project(x_BLH)
-            return rotate(q_BLND, rotary), rotate(k_BLGD, rotary), v_BLGD
-        qkv = self.qkv_proj(x_BLH).view(*x_BLH.shape[:2], -1, self.head_dim)
-        qk, v_BLGD = qkv.split((self.num_heads + self.num_kv_heads, self.num_kv_heads), dim=2)
-        q_BLND, k_BLGD = rotate(qk, rotary).split((self.num_heads, self.num_kv_heads), dim=2)
-        return q_BLND, k_BLGD, v_BLGD
-
-
-class DecoderLayer(nn.Module):
-    def __init__(self, config: TargetConfig, layer: int, tp: TensorParallel) -> None:
-        super().__init__()
-        self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
-        self.self_attn = Attention(config, layer, tp)
-        self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
-        self.mlp = SwiGLU(config.hidden_size, config.intermediate_size, config.mlp_bias, tp)
-
-    def forward(self, x_BLH: Tensor, inputs: LayerInputs, cache: KVCache) -> Tensor:
-        x_BLH = self.self_attn(self.input_layernorm(x_BLH), x_BLH, inputs, cache)
-        return self.mlp(self.post_attention_layernorm(x_BLH), x_BLH)
+from dflash_core.rope import RotaryEmbedding
 
 
 class LlamaTarget(nn.Module):
@@ -107,9 +54,9 @@ class LlamaTarget(nn.Module):
         self.tapped_layers = tapped_layers
         self.embed_tokens = VocabParallelEmbedding(config.vocab_size, config.hidden_size, tp=tp)
         self.layers = nn.ModuleList(
-            DecoderLayer(config, layer, tp) for layer in range(config.num_layers)
+            DecoderLayer(config, layer, tp, mlp_bias=config.mlp_bias)
+            for layer in range(config.num_layers)
         )
-        self.heads_per_group = self.layers[0].self_attn.heads_per_group
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         # The cache may be a little longer than the longest sequence.
         self.rotary = RotaryEmbedding(config.rope, config.head_dim, attention_length(max_model_len))
@@ -117,14 +64,16 @@ class LlamaTarget(nn.Module):
             self.lm_head = None
         else:
             self.lm_head = ColumnParallelLinear(config.hidden_size, config.vocab_size, tp=tp)
-        self.fused_head: FusedLinear | None = None
+        self.num_kv_heads = self.layers[0].self_attn.num_kv_heads
+        self.heads_per_group = self.layers[0].self_attn.heads_per_group
+        self.packed_layers: kernels.Decoder | None = None
+        self.packed_head: kernels.Weight | None = None
 
-    def fuse(self, packed: bool) -> None:
-        """Pack the head; a tied embedding keeps its plain table for looking tokens up."""
-        if packed:
-            head = self.embed_tokens if self.lm_head is None else self.lm_head
-            self.fused_head = FusedLinear([head.weight], packed=True)
-            self.lm_head = None
+    def pack(self) -> None:
+        """Lay the weights out for the CPU kernels. A tied embedding keeps its plain table."""
+        self.packed_layers = packed_decoder(self.layers, self.tapped_layers)
+        self.packed_head = packed_weight(self.lm_head or self.embed_tokens)
+        self.lm_head = None
 
     def forward(
         self,
@@ -155,15 +104,19 @@ class LlamaTarget(nn.Module):
         valid_BL = (offsets_L < lengths_B[:, None]) & (positions_BL < cache.max_len)
         positions_BL = positions_BL.clamp(max=cache.max_len - 1)
         x_BLH = self.embed_tokens(tokens_BL)
-        keys_C = torch.arange(context_len, device=tokens_BL.device, dtype=torch.int32)
-        inputs = LayerInputs(
-            rotary=self.rotary(positions_BL, x_BLH.dtype),
-            rows_R=cache.rows(slots_B[:, None], positions_BL, valid_BL).flatten(),
-            slots_B=slots_B.long(),
-            mask=attention_mask(
-                keys_C <= positions_BL[..., None], x_BLH.dtype, self.heads_per_group
-            ),
+        block = Block(
+            positions_BL=positions_BL,
+            places_BL=cache.rows(slots_B[:, None], positions_BL, valid_BL),
+            slots_B=slots_B,
+            first_BL=None,
+            end_BL=positions_BL + 1,
+            context_len=context_len,
         )
+        if self.packed_layers is not None:
+            rows = kernels.Rows(self.rotary, *block[:-1])
+            features_BLF = self.packed_layers.run(x_BLH, [rows], cache.packed)
+            return x_BLH, features_BLF
+        inputs = attention_inputs(block, self.rotary, x_BLH.dtype, self.heads_per_group)
         taps: dict[int, Tensor] = {}
         for index, layer in enumerate(self.layers):
             x_BLH = layer(x_BLH, inputs, cache)
@@ -175,8 +128,7 @@ class LlamaTarget(nn.Module):
 
     def logits(self, hidden: Tensor) -> Tensor:
         """`[..., H]` -> this rank's vocabulary slice of the logits, `[..., Vr]`."""
-        hidden = self.norm(hidden)
-        if self.fused_head is not None:
-            return self.fused_head(hidden)
+        if self.packed_head is not None:
+            return kernels.linear(hidden, self.packed_head, (self.norm.weight, self.norm.eps))
         head = self.embed_tokens if self.lm_head is None else self.lm_head
-        return F.linear(hidden, head.weight)
+        return F.linear(self.norm(hidden), head.weight)

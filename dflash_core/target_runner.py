@@ -12,14 +12,9 @@ import torch
 from dflash_core import sampler
 from dflash_core.checkpoint import Checkpoint, load_target_config
 from dflash_core.config import TargetConfig
-from dflash_core.cpu_rounding import (
-    MIN_PRODUCT_ROWS,
-    attention_length,
-    rounding_differs,
-)
-from dflash_core.fused import packable
+from dflash_core.cpu import kernels
+from dflash_core.cpu.rounding import MIN_PRODUCT_ROWS, attention_length, rounding_differs
 from dflash_core.kv_cache import KVCache
-from dflash_core.layers import fuse
 from dflash_core.loading import build
 from dflash_core.messages import Features, Span, VerifyPlan, VerifyResult
 from dflash_core.parallel import SINGLE, TensorParallel
@@ -55,13 +50,12 @@ class TargetRunner:
         self.shapes = shapes
         self.dtype = dtype
         self.device = device
-        self.careful = rounding_differs(dtype, device)
-        num_kv_heads = model.layers[0].self_attn.num_kv_heads
+        self.careful = model.packed_layers is None and rounding_differs(dtype, device)
         self.cache = KVCache(
             num_layers=self.config.num_layers,
             num_slots=shapes.num_slots,
             max_len=self._attention_length(shapes.max_model_len),
-            num_kv_heads=num_kv_heads,
+            num_kv_heads=model.num_kv_heads,
             head_dim=self.config.head_dim,
             dtype=dtype,
             device=device,
@@ -95,9 +89,8 @@ class TargetRunner:
             prefix="model.",
             unused=tied,
         )
-        packed = packable(dtype, device)
-        if packed:
-            fuse(model, packed)
+        if tp.size == 1 and kernels.usable(dtype, device) and not compiled(device):
+            model.pack()
         return cls(model, shapes, dtype=dtype, device=device)
 
     @torch.inference_mode()

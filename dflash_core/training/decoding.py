@@ -16,7 +16,6 @@ import math
 import torch
 from torch import Tensor
 
-from dflash_core.rope import rotate
 from dflash_core.target import LlamaTarget
 
 
@@ -80,10 +79,10 @@ class RowsDecoder:
     ) -> Tensor:
         R, D = len(x_RH), self.head_dim
         module = self.model.layers[index].self_attn
-        q, k, v = module.project(x_RH)
-        q = rotate(q, rotary).reshape(R * self.groups, -1, D)
+        q, k, v = module.project(x_RH, rotary)
+        q = q.reshape(R * self.groups, -1, D)
         keys, values = self.keys[index], self.values[index]
-        keys.view(-1, D).index_copy_(0, slots, rotate(k, rotary).reshape(-1, D))
+        keys.view(-1, D).index_copy_(0, slots, k.reshape(-1, D))
         values.view(-1, D).index_copy_(0, slots, v.reshape(-1, D))
         keys, values = keys[: R * self.groups], values[: R * self.groups]
         # Softmax in float32, whatever the products' dtype is.

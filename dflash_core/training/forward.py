@@ -16,14 +16,15 @@ import math
 import torch
 from torch import Tensor
 
-from dflash_core.drafter import DFlashDrafter, DraftAttention
+from dflash_core.attention import Attention
+from dflash_core.drafter import DFlashDrafter
 from dflash_core.rope import rotate
 
 
 def draft_hidden(
     model: DFlashDrafter, features_BSF: Tensor, x_BALH: Tensor, anchors_BA: Tensor
 ) -> Tensor:
-    """Hidden states of all blocks after the final norm, `[B, A, L, H]`.
+    """Hidden states of all blocks before the final norm, `[B, A, L, H]`.
 
     Args:
         features_BSF: target features of the positions 0..S-1.
@@ -50,11 +51,11 @@ def draft_hidden(
         )
         x_BALH = x_BALH + attended
         x_BALH = x_BALH + layer.mlp(layer.post_attention_layernorm(x_BALH))
-    return model.norm(x_BALH)
+    return x_BALH
 
 
 def _attention(
-    module: DraftAttention,
+    module: Attention,
     x_BALH: Tensor,
     rotary: tuple[Tensor, Tensor],
     keys_BSGD: Tensor,

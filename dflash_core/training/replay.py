@@ -73,5 +73,5 @@ def all_drafts(
     return [
         drafts
         for piece in hidden_AKH.split(ANCHORS_AT_A_TIME)
-        for drafts in vocabulary.logits(piece).max(-1).indices.tolist()
+        for drafts in vocabulary.logits(piece, model.norm).max(-1).indices.tolist()
     ]

@@ -131,7 +131,8 @@ class Trainer:
         tokens_BAL = torch.full((B, A, 1 + K), self.model.config.mask_token_id)
         tokens_BAL[..., 0] = batch.anchor_tokens_BA
         x_BALH = self.vocabulary.embed_tokens(tokens_BAL)
-        return draft_hidden(self.model, features_BSF, x_BALH, batch.anchors_BA)
+        hidden_BALH = draft_hidden(self.model, features_BSF, x_BALH, batch.anchors_BA)
+        return self.model.norm(hidden_BALH)
 
     def save(self, path: Path, fingerprint: dict[str, object]) -> None:
         """Write the state atomically. Raises TrainingError; the checkpoint before it stays."""
