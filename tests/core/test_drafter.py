@@ -51,7 +51,7 @@ def plan(
     packed = None
     if features is not None:
         data = features.contiguous().view(torch.uint8).reshape(-1).numpy()
-        packed = Features(data, len(features), WIDTH, "float32")
+        packed = Features(data, len(features), WIDTH, str(features.dtype).removeprefix("torch."))
     return DraftPlan(
         features=packed,
         row_slots=column([slot for slot, _ in rows]),

@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 import torch
 
-from dflash_core.cpu_rounding import attention_length
-from dflash_core.fused import packable
-from dflash_core.layers import attention_mask, grouped_attention
+from dflash_core.attention import attention_mask, grouped_attention
+from dflash_core.cpu import kernels
+from dflash_core.cpu.rounding import attention_length
 from dflash_core.messages import VerifyPlan
 from dflash_core.shapes import StaticShapes
 from dflash_core.target_runner import TargetRunner
@@ -54,11 +54,15 @@ def test_attention_does_not_depend_on_the_block_or_on_the_bucket() -> None:
             assert torch.equal(one[:, 0], expected[:, row])
 
 
-@pytest.mark.skipif(
-    not packable(torch.bfloat16, torch.device("cpu")), reason="no bf16 kernels of oneDNN"
-)
-def test_features_do_not_depend_on_the_shape_of_the_step(tmp_path: Path) -> None:
+@pytest.mark.parametrize("with_kernels", [True, False])
+def test_features_do_not_depend_on_the_shape_of_the_step(
+    with_kernels: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The feature of the last layer stands for all that was computed before it."""
+    if not with_kernels:
+        monkeypatch.setattr(kernels, "usable", lambda dtype, device: False)
+    elif not kernels.usable(torch.bfloat16, torch.device("cpu")):
+        pytest.skip("the kernels need AVX512-BF16 and a C compiler")
     folder = write_target(
         tmp_path / "target", hidden_size=192, intermediate_size=1536, num_attention_heads=6,
         num_key_value_heads=2, head_dim=32,

@@ -11,7 +11,6 @@ import torch
 
 from dflash_core import runtime
 from dflash_core.drafter_runner import DrafterRunner
-from dflash_core.fused import packable
 from dflash_core.shapes import StaticShapes
 from dflash_core.target_runner import TargetRunner
 from tests.graphs.test_compiled_steps import TAPS, in_a_thread, tokens
@@ -79,18 +78,3 @@ def test_inductor_gives_the_same_tokens_and_compiles_nothing_after_the_warm_up(
     unseen, one = torch.zeros((1, 7), dtype=torch.int32), torch.zeros(1, dtype=torch.int32)
     error = in_a_thread(lambda: target.step(unseen, one, one, one + 1, 64))
     assert isinstance(error, RuntimeError) and "recompil" in str(error)
-
-
-@pytest.mark.skipif(
-    not packable(torch.bfloat16, CPU), reason="this processor has no bf16 kernels of oneDNN"
-)
-def test_packed_weights_can_be_captured(
-    folder: Path, inductor: None, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    runtime.set_compiler("eager")
-    expected = tokens(load(folder, torch.bfloat16)[0], None)
-    monkeypatch.setattr(runtime, "_compiler", "aot_eager")
-    target, drafter = load(folder, torch.bfloat16)
-    target.warm_up()
-    drafter.warm_up()
-    assert in_a_thread(lambda: tokens(target, drafter)) == expected
