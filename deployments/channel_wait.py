@@ -4,9 +4,9 @@ Ray 2.60 waits for a shared-memory channel by trying its semaphore in a loop, wi
 timeout: an idle worker keeps one core busy for good, and the Router one more per step under way.
 Where cores are few that slows down the very model that is being waited for; and a sleep between two
 tries, however it is chosen, is either short, which costs cores too, or late. So whoever writes to
-a channel rings a bell, a datagram to a socket of the reader's, who sleeps until then and looks by
-itself only now and then: a channel that is closed does not ring, and no bell is heard from another
-node.
+a channel rings a bell, a datagram to a socket of the reader's, who sleeps until then. A channel
+that is closed does not ring, so the reader looks by itself now and then; and more often where no
+bell is heard, from another node.
 """
 
 from __future__ import annotations
@@ -22,7 +22,8 @@ import ray
 from ray.exceptions import RayChannelTimeoutError
 from ray.experimental.channel.shared_memory_channel import Channel
 
-SHARE = 1 / 50  # of the time that has been waited: until the reader looks by itself
+LOOK_S = 50e-3  # until a reader with a bell looks by itself
+SHARE = 1 / 50  # of the time that has been waited: until one without a bell does
 SHORTEST_S, LONGEST_S = 1e-3, 5e-3
 FOREVER = (None, -1)  # Ray's words for "no timeout"
 
@@ -37,8 +38,11 @@ class Bell:
         reader = readers.index(actor) if actor in readers else 0
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
         self._socket.setblocking(False)
-        with contextlib.suppress(OSError):  # a silent bell costs time, no message
+        self.heard = channel.is_local_node(channel._writer_node_id)
+        try:
             self._socket.bind(_address(channel, reader))
+        except OSError:
+            self.heard = False
         self._poll = select.poll()
         self._poll.register(self._socket, select.POLLIN)
 
@@ -68,7 +72,9 @@ def read_patiently(channel: Channel, timeout: float | None = None) -> Any:
             now = time.monotonic()
             if now >= end:
                 raise
-            pause = min(max((now - began) * SHARE, SHORTEST_S), LONGEST_S)
+            pause = LOOK_S
+            if not channel.bell.heard:
+                pause = min(max((now - began) * SHARE, SHORTEST_S), LONGEST_S)
             channel.bell.wait(min(pause, end - now))
 
 

@@ -8,6 +8,7 @@ import os
 from ray import serve
 from ray.actor import ActorClass
 
+from deployments.priority import yield_to_models
 from deployments.replicas import ReplicaDescription, ReplicaLost
 from deployments.specs import ModelSpec
 from deployments.worker_group import WorkerGroup
@@ -24,6 +25,8 @@ class ModelReplica:
     """
 
     async def __init__(self, spec: ModelSpec, worker_class: ActorClass) -> None:
+        if spec.device == "cpu":
+            yield_to_models()
         self.spec = spec
         self.replica_id = serve.get_replica_context().replica_id.to_full_id_str()
         self.condemned: str | None = None

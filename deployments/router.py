@@ -19,6 +19,7 @@ from deployments.fleet import Fleet
 from deployments.health import Health
 from deployments.metrics.figures import Snapshot
 from deployments.metrics.router import RouterMetrics
+from deployments.priority import yield_to_models
 from deployments.specs import DrafterSpec, VerifierSpec
 from dflash_core.checkpoint import load_sampling_defaults, load_target_config, resolve
 from dflash_core.request import GenerationOutput, GenerationRequest
@@ -45,6 +46,8 @@ class RouterReplica:
         drafter_spec: DrafterSpec | None = None,
         drafters: DeploymentHandle | None = None,
     ) -> None:
+        if args.device == "cpu":
+            yield_to_models()
         folder = resolve(args.target.model, revision=args.target.revision)
         target = load_target_config(folder)
         speculation = args.speculation

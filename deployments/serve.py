@@ -26,6 +26,7 @@ from ray.serve.schema import ApplicationStatus, ApplicationStatusOverview
 from ray.serve.scripts import run as serve_run
 
 from deployments.config_file import ConfigFileError, check_applications, read_config
+from deployments.priority import put_models_first
 
 POLL_SECONDS = 1.0
 ANSWER_SECONDS = 5.0
@@ -86,6 +87,8 @@ def _announce(description: dict[str, Any], failed: threading.Event) -> None:
         time.sleep(POLL_SECONDS)
     time.sleep(POLL_SECONDS)  # Ray is a moment late with what the replicas have logged
     arguments = application.get("args", {})
+    if arguments.get("device", "cpu") == "cpu":
+        put_models_first()
     model = arguments.get("served_model_name") or arguments.get("target", {}).get("model")
     print(
         f"\nListening on {url} (model {model}). Try:\n"

@@ -34,6 +34,7 @@ from ray import serve
 from rich.console import Console
 from rich.table import Table
 
+from deployments.priority import put_models_first
 from tests.benchmarks.prompts import PROMPTS
 from tests.serve.application import Application, application
 
@@ -153,6 +154,7 @@ def main(
         }
         for app in apps.values():
             ask(app, "Hello", 8)
+        put_models_first()  # as `make serve` does
         results = [measure(apps, c, rounds, max_tokens) for c in concurrency or [1, 2, 4, 8]]
     serve.shutdown()
     out.parent.mkdir(parents=True, exist_ok=True)
