@@ -43,7 +43,7 @@ def kernels() -> ctypes.CDLL | None:
         return ctypes.CDLL(str(compiled()))
     except (KernelError, OSError) as error:
         logger.warning(
-            "%s; bf16 on this CPU takes some three times as long without its kernels: install a "
+            "%s; bf16 on this CPU takes some four times as long without its kernels: install a "
             "C compiler (gcc >= 10 or clang >= 9 with OpenMP), as `cc` or named by CC",
             error,
         )
