@@ -23,7 +23,7 @@ from deployments.api.errors import NotReady, QueueFull, RequestTimeout
 from deployments.fleet import Fleet
 from deployments.metrics.figures import Gauges, Snapshot
 from deployments.metrics.request_record import RequestFigures, RequestRecord
-from deployments.replicas import Lease, ReplicaLost
+from deployments.replicas import Lease, ReplicaLost, ReplicaUnreachable
 from deployments.stream import Delivery, Stream
 from deployments.verify_loop import VerifyLoop
 from dflash_core.request import GenerationOutput, GenerationRequest
@@ -118,6 +118,7 @@ class Coordinator:
         if self._request_timeout is not None:
             deadline = self._loop.time() + self._request_timeout
         losses = 0  # without a token in between
+        unreachable_since = math.inf
         while True:
             async with self._until(deadline, "in the queue"):
                 response, lease = await self._lease(request)
@@ -131,7 +132,14 @@ class Coordinator:
                     async for output in outputs:
                         yield output
                 return
+            except ReplicaUnreachable as error:
+                # Serve leases a new replica's slots before every Router has heard of it.
+                unreachable_since = min(unreachable_since, time.monotonic())
+                if time.monotonic() - unreachable_since > RECOVERY_S:
+                    raise NotReady(f"no Verifier can be reached: {error}") from error
+                await asyncio.sleep(RETRY_S)
             except ReplicaLost as error:
+                unreachable_since = math.inf
                 losses = 1 if sequence.num_output_tokens > before else losses + 1
                 if losses == MAX_LOSSES:
                     raise NotReady(f"{losses} Verifiers in a row were lost: {error}") from error
@@ -168,7 +176,7 @@ class Coordinator:
         try:
             verifier = await self.fleet.verifier(lease.replica_id)
             if verifier is None:
-                raise ReplicaLost(f"there is no connection to {lease.replica_id}")
+                raise ReplicaUnreachable(f"there is no connection to {lease.replica_id}")
             verifier.add(stream)
             lost: ReplicaLost | None = None
             while lost is None or not deliveries.empty():

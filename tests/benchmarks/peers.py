@@ -107,7 +107,7 @@ class Engine:
             "HF_HUB_OFFLINE": "1",
             "VLLM_CPU_KVCACHE_SPACE": "1",
             "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
-            "VLLM_CPU_OMP_THREADS_BIND": "all",
+            "VLLM_CPU_OMP_THREADS_BIND": "nobind",
         }
         K = drafts if "DFlash" in name else 0
         arguments = [str(resolve(TARGET)), str(resolve(DRAFTER)), str(K), str(tokens)]

@@ -66,7 +66,8 @@ class Load:
         }
         ids: list[int] = []
         async with client.stream("POST", "/v1/completions", json=body) as response:
-            response.raise_for_status()
+            if response.is_error:
+                raise AssertionError(f"{response.status_code}: {(await response.aread()).decode()}")
             async for line in response.aiter_lines():
                 if line.startswith("data: {"):
                     ids += json.loads(line.removeprefix("data: "))["choices"][0]["token_ids"]
