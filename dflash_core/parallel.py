@@ -160,7 +160,7 @@ def parallel_argmax(logits_BLVr: Tensor, tp: TensorParallel) -> Tensor:
         int32 `[B, L]`, equal on every rank.
     """
     if tp.size == 1:
-        if kernels.usable(logits_BLVr.dtype, logits_BLVr.device) and not is_compiling():
+        if not is_compiling() and kernels.usable(logits_BLVr.dtype, logits_BLVr.device):
             return kernels.argmax(logits_BLVr)
         return logits_BLVr.argmax(dim=-1).to(torch.int32)
     value_BL, index_BL = logits_BLVr.float().max(dim=-1)

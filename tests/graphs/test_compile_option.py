@@ -78,3 +78,16 @@ def test_inductor_gives_the_same_tokens_and_compiles_nothing_after_the_warm_up(
     unseen, one = torch.zeros((1, 7), dtype=torch.int32), torch.zeros(1, dtype=torch.int32)
     error = in_a_thread(lambda: target.step(unseen, one, one, one + 1, 64))
     assert isinstance(error, RuntimeError) and "recompil" in str(error)
+
+
+def test_bfloat16_steps_can_be_captured(
+    folder: Path, inductor: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where steps are compiled the CPU's own kernels stay out of them."""
+    monkeypatch.setattr(runtime, "_compiler", "aot_eager")
+    target, drafter = load(folder, torch.bfloat16)
+    assert target.model.packed_layers is None
+    target.warm_up()
+    drafter.warm_up()
+    assert in_a_thread(lambda: tokens(target, drafter))
+    assert not torch._dynamo.utils.counters["graph_break"]
