@@ -23,7 +23,7 @@ from deployments.api.errors import NotReady, QueueFull, RequestTimeout
 from deployments.fleet import Fleet
 from deployments.metrics.figures import Gauges, Snapshot
 from deployments.metrics.request_record import RequestFigures, RequestRecord
-from deployments.replicas import Lease, ReplicaLost, ReplicaUnreachable
+from deployments.replicas import Lease, ReplicaLost
 from deployments.stream import Delivery, Stream
 from deployments.verify_loop import VerifyLoop
 from dflash_core.request import GenerationOutput, GenerationRequest
@@ -118,28 +118,20 @@ class Coordinator:
         if self._request_timeout is not None:
             deadline = self._loop.time() + self._request_timeout
         losses = 0  # without a token in between
-        unreachable_since = math.inf
         while True:
             async with self._until(deadline, "in the queue"):
-                response, lease = await self._lease(request)
+                response, lease, verifier = await self._lease(request)
             record.admitted()
             before = sequence.num_output_tokens
             sequence = sequence.in_slot(lease.slot)
             try:
                 async with contextlib.aclosing(
-                    self._run(request.request_id, sequence, lease, response, deadline)
+                    self._run(request.request_id, sequence, verifier, response, deadline)
                 ) as outputs:
                     async for output in outputs:
                         yield output
                 return
-            except ReplicaUnreachable as error:
-                # Serve leases a new replica's slots before every Router has heard of it.
-                unreachable_since = min(unreachable_since, time.monotonic())
-                if time.monotonic() - unreachable_since > RECOVERY_S:
-                    raise NotReady(f"no Verifier can be reached: {error}") from error
-                await asyncio.sleep(RETRY_S)
             except ReplicaLost as error:
-                unreachable_since = math.inf
                 losses = 1 if sequence.num_output_tokens > before else losses + 1
                 if losses == MAX_LOSSES:
                     raise NotReady(f"{losses} Verifiers in a row were lost: {error}") from error
@@ -154,11 +146,11 @@ class Coordinator:
         self,
         request_id: str,
         sequence: Sequence,
-        lease: Lease,
+        verifier: VerifyLoop,
         response: DeploymentResponseGenerator,
         deadline: float | None,
     ) -> AsyncGenerator[GenerationOutput, None]:
-        """The outputs of a sequence on the Verifier of this lease, which ends with them.
+        """The outputs of a sequence on its Verifier; the lease, `response`, ends with them.
 
         Raises:
             ReplicaLost: the sequence has not finished; nothing changes it any more.
@@ -171,12 +163,8 @@ class Coordinator:
             lambda item: self._loop.call_soon_threadsafe(deliveries.put_nowait, item),
         )
         watch = self._loop.create_task(_watch(response, deliveries))
-        verifier: VerifyLoop | None = None
         self.num_running += 1
         try:
-            verifier = await self.fleet.verifier(lease.replica_id)
-            if verifier is None:
-                raise ReplicaUnreachable(f"there is no connection to {lease.replica_id}")
             verifier.add(stream)
             lost: ReplicaLost | None = None
             while lost is None or not deliveries.empty():
@@ -214,15 +202,25 @@ class Coordinator:
                 f"(request_timeout_s); its time ended {place}"
             ) from error
 
-    async def _lease(self, request: GenerationRequest) -> tuple[DeploymentResponseGenerator, Lease]:
-        """Wait in line for a slot. Raises NotReady when for a while nobody has any to offer."""
+    async def _lease(
+        self, request: GenerationRequest
+    ) -> tuple[DeploymentResponseGenerator, Lease, VerifyLoop]:
+        """Wait in line for a slot of a Verifier that this Router is connected to.
+
+        Raises NotReady when for a while nobody has any to offer.
+        """
         self.num_waiting += 1
         refused_since = math.inf
         try:
             while True:
                 response = self._leases.lease.remote(self._name, request.request_id)
                 try:
-                    return response, await anext(response)
+                    lease = await anext(response)
+                    # Serve leases a new replica's slots before every Router has heard of it.
+                    verifier = await self.fleet.verifier(lease.replica_id)
+                    if verifier is None:
+                        raise ReplicaLost(f"there is no connection to {lease.replica_id}")
+                    return response, lease, verifier
                 except asyncio.CancelledError:
                     response.cancel()
                     raise
@@ -237,15 +235,14 @@ class Coordinator:
 
     async def _release(
         self,
-        verifier: VerifyLoop | None,
+        verifier: VerifyLoop,
         stream: Stream,
         watch: asyncio.Task,
         response: DeploymentResponseGenerator,
     ) -> None:
         """Give the slot back, once no step can touch it any more."""
         try:
-            if verifier is not None:
-                await self._removed(verifier, stream)
+            await self._removed(verifier, stream)
         finally:
             watch.cancel()
             response.cancel()

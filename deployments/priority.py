@@ -22,10 +22,12 @@ EXCEPT = ("raylet", "ray::IDLE", "ray::VerifierRank", "ray::DrafterRank")
 def yield_to_models(pid: int | None = None) -> None:
     """Lower the priority of a process, this one by default, with all its threads."""
     process = psutil.Process(pid)
-    for thread in process.threads():
+    # Linux gives every thread a priority of its own; elsewhere a process has one.
+    ids = [thread.id for thread in process.threads()] if psutil.LINUX else [process.pid]
+    for each in ids:
         with contextlib.suppress(OSError):  # one that has ended meanwhile
-            if os.getpriority(os.PRIO_PROCESS, thread.id) < NICENESS:
-                os.setpriority(os.PRIO_PROCESS, thread.id, NICENESS)
+            if os.getpriority(os.PRIO_PROCESS, each) < NICENESS:
+                os.setpriority(os.PRIO_PROCESS, each, NICENESS)
 
 
 def put_models_first() -> None:

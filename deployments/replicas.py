@@ -13,10 +13,6 @@ class ReplicaLost(Exception):
     """The replica, or its connection, is gone; what ran on it can go on elsewhere."""
 
 
-class ReplicaUnreachable(ReplicaLost):
-    """A Router has no connection to the replica, yet or any more: nothing has run there."""
-
-
 @dataclass(frozen=True)
 class Lease:
     """A slot of one Verifier replica, held as long as the stream that brought it is open."""

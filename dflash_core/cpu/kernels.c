@@ -66,7 +66,13 @@ INLINE __m512 silu(__m512 x) {
     return _mm512_div_ps(x, _mm512_add_ps(e, _mm512_set1_ps(1.0f)));
 }
 
-INLINE __m512 square_root_of_mean(__m512 squares, int64_t size, float eps) {
+/* What an RMS norm divides by. */
+INLINE __m512 root_mean_square(const bf16 *x, int64_t size, float eps) {
+    __m512 squares = _mm512_setzero_ps();
+    for (int64_t i = 0; i < size; i += LANES) {
+        __m512 v = load(x + i, first16(size - i));
+        squares = _mm512_fmadd_ps(v, v, squares);
+    }
     return _mm512_sqrt_ps(_mm512_set1_ps(_mm512_reduce_add_ps(squares) / (float)size + eps));
 }
 
@@ -82,12 +88,7 @@ struct weight {
 };
 
 static void rms_norm(const bf16 *x, const bf16 *weight, float eps, int64_t size, bf16 *y) {
-    __m512 squares = _mm512_setzero_ps();
-    for (int64_t i = 0; i < size; i += LANES) {
-        __m512 v = load(x + i, first16(size - i));
-        squares = _mm512_fmadd_ps(v, v, squares);
-    }
-    __m512 root = square_root_of_mean(squares, size, eps);
+    const __m512 root = root_mean_square(x, size, eps);
     for (int64_t i = 0; i < size; i += LANES) {
         __mmask16 mask = first16(size - i);
         __m512 v = _mm512_div_ps(load(x + i, mask), root);
@@ -158,6 +159,14 @@ INLINE void product(const int rows, const bf16 *x, const struct weight *w, int64
 /* What follows with "team" in its name is called by all threads of a team together: they share the
  * work, and the function has ended for all of them when it has for one. */
 
+/* y = RMS norm of x, both [R, size]. */
+static void team_norm(const bf16 *x, const bf16 *weight, float eps, int64_t size, bf16 *y,
+                      int64_t rows) {
+#pragma omp for schedule(static)
+    for (int64_t r = 0; r < rows; r++)
+        rms_norm(x + r * size, weight, eps, size, y + r * size);
+}
+
 /* y = norm(x) W^T + bias + residual, or SwiGLU of it.
  *
  * x [R, I]; norm: weight of an RMS norm [I], or NULL for none; normed [R, I]: room for norm(x);
@@ -169,11 +178,8 @@ static void team_linear(const struct weight *w, const bf16 *x, const bf16 *norm,
     const int64_t width = w->swiglu ? w->outputs / 2 : w->outputs;
     const int64_t parts = (rows + ROWS - 1) / ROWS;
     const bf16 *input = norm ? normed : x;
-    if (norm) {
-#pragma omp for schedule(static)
-        for (int64_t r = 0; r < rows; r++)
-            rms_norm(x + r * w->inputs, norm, eps, w->inputs, normed + r * w->inputs);
-    }
+    if (norm)
+        team_norm(x, norm, eps, w->inputs, normed, rows);
 #pragma omp for schedule(static)
     for (int64_t block = 0; block < blocks; block++)
         for (int64_t part = 0; part < parts; part++) {
@@ -219,15 +225,7 @@ struct cache {
 static void rotate(const bf16 *x, const bf16 *norm, float eps, int64_t dim, const float *cos,
                    const float *sin, bf16 *y) {
     const int64_t half = dim / 2;
-    __m512 root = _mm512_set1_ps(1.0f);
-    if (norm) {
-        __m512 squares = _mm512_setzero_ps();
-        for (int64_t d = 0; d < dim; d += LANES) {
-            __m512 v = load(x + d, first16(dim - d));
-            squares = _mm512_fmadd_ps(v, v, squares);
-        }
-        root = square_root_of_mean(squares, dim, eps);
-    }
+    const __m512 root = norm ? root_mean_square(x, dim, eps) : _mm512_set1_ps(1.0f);
     for (int64_t d = 0; d < half; d += LANES) {
         const __mmask16 mask = first16(half - d);
         __m512 a = load(x + d, mask), b = load(x + half + d, mask);
@@ -512,13 +510,11 @@ void dflash_inject(const struct weight *fc, const bf16 *norm, float eps,
                    const struct weight *projections, const struct heads *heads, int64_t layers,
                    const struct block *t, const struct cache *caches, const bf16 *features,
                    bf16 *context, bf16 *normed, bf16 *projected) {
-    const int64_t rows = t->sequences * t->length, size = fc->outputs;
+    const int64_t rows = t->sequences * t->length;
 #pragma omp parallel
     {
         team_linear(fc, features, NULL, 0, NULL, NULL, context, rows);
-#pragma omp for schedule(static)
-        for (int64_t r = 0; r < rows; r++)
-            rms_norm(context + r * size, norm, eps, size, normed + r * size);
+        team_norm(context, norm, eps, fc->outputs, normed, rows);
         for (int64_t i = 0; i < layers; i++) {
             struct heads h = heads[i];
             h.queries = 0;

@@ -77,7 +77,7 @@ def compiled() -> Path:
         file.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=file.parent) as folder:
             unfinished = Path(folder, file.name)
-            _run([compiler, *FLAGS, str(SOURCE), "-o", str(unfinished), "-lm"])
+            _run([compiler, *FLAGS, str(SOURCE), "-o", str(unfinished)])
             unfinished.rename(file)
     except OSError as error:
         raise KernelError(f"{file} cannot be written ({error.strerror})") from error
