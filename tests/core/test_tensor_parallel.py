@@ -13,12 +13,13 @@ from dflash_core.drafter_runner import DrafterRunner
 from dflash_core.engine import generate
 from dflash_core.parallel import SINGLE, TensorParallel, parallel_argmax, split
 from dflash_core.request import GenerationRequest
-from dflash_core.runtime import join_group, open_store
+from dflash_core.runtime import open_store
 from dflash_core.shapes import StaticShapes
 from dflash_core.stopping import Stopping
 from dflash_core.target_runner import TargetRunner
 from tests.core.test_drafter import TAPS
 from tests.core.test_target import LLAMA3, transformers_model
+from tests.ranks import rank_of_group
 from tests.tiny import write_drafter
 
 SHAPES = StaticShapes.create(num_slots=2, max_model_len=64, num_drafts=5, prefill_chunk=16)
@@ -27,41 +28,40 @@ PROMPTS = [[3, 4, 5, 6, 7, 8], list(range(20, 50)), [9]]
 
 def run_rank(rank: int, size: int, port: int, folder: str, target_tp: int, drafter_tp: int) -> None:
     """One process of the group: generate, rank 0 writes what came out."""
-    torch.set_num_threads(1)
-    group = join_group("cpu", rank, size, port)
-    root = Path(folder)
-    target = TargetRunner.load(
-        root / "target",
-        SHAPES,
-        tapped_layers=TAPS,
-        dtype=torch.float32,
-        tp=group if target_tp > 1 else SINGLE,
-    )
-    drafter = DrafterRunner.load(
-        root / "drafter",
-        root / "target",
-        SHAPES,
-        dtype=torch.float32,
-        tp=group if drafter_tp > 1 else SINGLE,
-    )
-    tokenizer = json_tokenizer()
-    drafts, draft = [], drafter.draft
+    with rank_of_group(rank, size, port) as group:
+        root = Path(folder)
+        target = TargetRunner.load(
+            root / "target",
+            SHAPES,
+            tapped_layers=TAPS,
+            dtype=torch.float32,
+            tp=group if target_tp > 1 else SINGLE,
+        )
+        drafter = DrafterRunner.load(
+            root / "drafter",
+            root / "target",
+            SHAPES,
+            dtype=torch.float32,
+            tp=group if drafter_tp > 1 else SINGLE,
+        )
+        tokenizer = json_tokenizer()
+        drafts, draft = [], drafter.draft
 
-    def recording(plan):
-        result = draft(plan)
-        drafts.extend(result.tokens)
-        return result
+        def recording(plan):
+            result = draft(plan)
+            drafts.extend(result.tokens)
+            return result
 
-    drafter.draft = recording
+        drafter.draft = recording
 
-    def make(prompt: list[int]) -> Stopping:
-        request = GenerationRequest("test", prompt, 12)
-        return Stopping(tokenizer, request, eos_token_ids=(), max_model_len=64)
+        def make(prompt: list[int]) -> Stopping:
+            request = GenerationRequest("test", prompt, 12)
+            return Stopping(tokenizer, request, eos_token_ids=(), max_model_len=64)
 
-    outputs = generate(target, drafter, PROMPTS, make)
-    if rank == 0:
-        result = {"tokens": [output.token_ids for output in outputs], "drafts": drafts}
-        (root / f"tp{target_tp}-{drafter_tp}.json").write_text(json.dumps(result))
+        outputs = generate(target, drafter, PROMPTS, make)
+        if rank == 0:
+            result = {"tokens": [output.token_ids for output in outputs], "drafts": drafts}
+            (root / f"tp{target_tp}-{drafter_tp}.json").write_text(json.dumps(result))
 
 
 def json_tokenizer():

@@ -11,14 +11,14 @@ import torch.multiprocessing as multiprocessing
 
 from dflash_core.drafter_runner import DrafterRunner
 from dflash_core.engine import generate
-from dflash_core.parallel import SINGLE
 from dflash_core.request import GenerationRequest
-from dflash_core.runtime import join_group, open_store
+from dflash_core.runtime import open_store
 from dflash_core.sampling import SamplingParams
 from dflash_core.shapes import StaticShapes
 from dflash_core.stopping import Stopping
 from dflash_core.target_runner import TargetRunner
 from tests.core.test_tensor_parallel import json_tokenizer
+from tests.ranks import rank_of_group
 from tests.tiny import write_drafter, write_target
 
 SHAPES = StaticShapes.create(num_slots=4, max_model_len=64, num_drafts=5, prefill_chunk=16)
@@ -33,33 +33,32 @@ SETTINGS = [
 
 def run_rank(rank: int, size: int, port: int, folder: str) -> None:
     """One process of the group; every rank writes what came out."""
-    torch.set_num_threads(1)
-    tp = join_group("cpu", rank, size, port) if size > 1 else SINGLE
-    root = Path(folder)
-    target = TargetRunner.load(
-        root / "target", SHAPES, tapped_layers=(1, 3), dtype=torch.float32, tp=tp
-    )
-    drafter = DrafterRunner.load(root / "drafter", root / "target", SHAPES, dtype=torch.float32)
-    seen, verify = [], target.verify
+    with rank_of_group(rank, size, port) as tp:
+        root = Path(folder)
+        target = TargetRunner.load(
+            root / "target", SHAPES, tapped_layers=(1, 3), dtype=torch.float32, tp=tp
+        )
+        drafter = DrafterRunner.load(root / "drafter", root / "target", SHAPES, dtype=torch.float32)
+        seen, verify = [], target.verify
 
-    def recording(plan):
-        result = verify(plan)
-        seen.append([result.tokens, result.logprobs])
-        return result
+        def recording(plan):
+            result = verify(plan)
+            seen.append([result.tokens, result.logprobs])
+            return result
 
-    target.verify = recording
+        target.verify = recording
 
-    def make(prompt: list[int]) -> Stopping:
-        sampling = SETTINGS[PROMPTS.index(prompt)]
-        request = GenerationRequest("test", prompt, 16, sampling=sampling)
-        return Stopping(json_tokenizer(), request, eos_token_ids=(), max_model_len=64)
+        def make(prompt: list[int]) -> Stopping:
+            sampling = SETTINGS[PROMPTS.index(prompt)]
+            request = GenerationRequest("test", prompt, 16, sampling=sampling)
+            return Stopping(json_tokenizer(), request, eos_token_ids=(), max_model_len=64)
 
-    outputs = generate(target, drafter, PROMPTS, make)
-    result = {
-        "tokens": [output.token_ids for output in outputs],
-        "seen": json.dumps(seen, default=lambda entry: [entry.logprob, entry.top]),
-    }
-    (root / f"{size}-{rank}.json").write_text(json.dumps(result))
+        outputs = generate(target, drafter, PROMPTS, make)
+        result = {
+            "tokens": [output.token_ids for output in outputs],
+            "seen": json.dumps(seen, default=lambda entry: [entry.logprob, entry.top]),
+        }
+        (root / f"{size}-{rank}.json").write_text(json.dumps(result))
 
 
 @pytest.fixture(scope="module")
