@@ -19,6 +19,19 @@ RECORD_FILE = "drafts-{}.jsonl"  # by prefill chunk
 SLOW_SECONDS = 2.0
 
 
+def record_drafts(drafter: DrafterRunner) -> list[list[int]]:
+    """What this drafter proposes from now on, in this process: the list grows."""
+    drafts, draft = [], drafter.draft
+
+    def recording(plan: DraftPlan) -> DraftResult:
+        result = draft(plan)
+        drafts.extend(result.tokens)
+        return result
+
+    drafter.draft = recording
+    return drafts
+
+
 class SlowDrafter(DrafterRunner):
     """The real drafter, two seconds late whenever it drafts."""
 

@@ -15,7 +15,7 @@ from dflash_core.stopping import Stopping
 from dflash_core.target_runner import TargetRunner
 from tests.core.test_drafter import TAPS
 from tests.core.test_target import transformers_model
-from tests.drafters import ReplayDrafter
+from tests.drafters import ReplayDrafter, record_drafts
 from tests.tiny import write_drafter
 
 K = 5
@@ -153,7 +153,7 @@ def test_a_chunked_prefill_gives_the_drafts_of_a_whole_one(
 ) -> None:
     prompt = prompts[-1]
 
-    def drafts(prefill_chunk: int) -> tuple[list[list[int]], int]:
+    def drafts(prefill_chunk: int) -> list[list[int]]:
         shapes = StaticShapes.create(
             num_slots=1, max_model_len=64, num_drafts=K, prefill_chunk=prefill_chunk
         )
@@ -163,14 +163,7 @@ def test_a_chunked_prefill_gives_the_drafts_of_a_whole_one(
         drafter = DrafterRunner.load(
             folder / "drafter", folder / "target", shapes, dtype=torch.float32
         )
-        seen, draft = [], drafter.draft
-
-        def recording(plan):
-            result = draft(plan)
-            seen.extend(result.tokens)
-            return result
-
-        drafter.draft = recording
+        seen = record_drafts(drafter)
         generate(target, drafter, [prompt], stopping(tokenizer))
         return seen
 

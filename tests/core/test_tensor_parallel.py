@@ -19,6 +19,7 @@ from dflash_core.stopping import Stopping
 from dflash_core.target_runner import TargetRunner
 from tests.core.test_drafter import TAPS
 from tests.core.test_target import LLAMA3, transformers_model
+from tests.drafters import record_drafts
 from tests.ranks import rank_of_group
 from tests.tiny import write_drafter
 
@@ -45,14 +46,7 @@ def run_rank(rank: int, size: int, port: int, folder: str, target_tp: int, draft
             tp=group if drafter_tp > 1 else SINGLE,
         )
         tokenizer = json_tokenizer()
-        drafts, draft = [], drafter.draft
-
-        def recording(plan):
-            result = draft(plan)
-            drafts.extend(result.tokens)
-            return result
-
-        drafter.draft = recording
+        drafts = record_drafts(drafter)
 
         def make(prompt: list[int]) -> Stopping:
             request = GenerationRequest("test", prompt, 12)
