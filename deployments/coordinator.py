@@ -49,6 +49,8 @@ class Coordinator:
         slots_per_verifier: requests that run at once on one Verifier.
         max_queued_requests: requests that may wait for a slot; one more is refused.
         request_timeout: seconds from a request's arrival to its last token; None: any.
+        stream_interval: seconds between two outputs of a request at least; tokens that come faster
+            are put together.
     """
 
     def __init__(
@@ -63,6 +65,7 @@ class Coordinator:
         slots_per_verifier: int,
         max_queued_requests: int,
         request_timeout: float | None,
+        stream_interval: float,
     ) -> None:
         self._name = name
         self.fleet = fleet
@@ -73,6 +76,7 @@ class Coordinator:
         self._slots_per_verifier = slots_per_verifier
         self._max_queued_requests = max_queued_requests
         self._request_timeout = request_timeout
+        self._stream_interval = stream_interval
         self._loop = asyncio.get_running_loop()
         self._cleaning: set[asyncio.Task] = set()
         self.num_waiting = 0
@@ -157,11 +161,13 @@ class Coordinator:
             RequestTimeout: nor did it by the deadline, a time of the event loop.
         """
         deliveries: asyncio.Queue[Delivery] = asyncio.Queue()
-        stream = Stream(
-            request_id,
-            sequence,
-            lambda item: self._loop.call_soon_threadsafe(deliveries.put_nowait, item),
-        )
+
+        def send(item: Delivery) -> None:
+            if isinstance(item, GenerationOutput):
+                self.fleet.timeline.delivery(request_id, len(item.token_ids))
+            self._loop.call_soon_threadsafe(deliveries.put_nowait, item)
+
+        stream = Stream(request_id, sequence, send, self._stream_interval)
         watch = self._loop.create_task(_watch(response, deliveries))
         self.num_running += 1
         try:

@@ -83,6 +83,7 @@ class RouterReplica:
             slots_per_verifier=args.max_num_seqs,
             max_queued_requests=args.max_queued_requests,
             request_timeout=args.request_timeout_s,
+            stream_interval=args.stream_batching_interval_ms / 1e3,
         )
         self.router_metrics = RouterMetrics(
             self.coordinator,

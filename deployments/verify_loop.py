@@ -249,11 +249,10 @@ class VerifyLoop:
         del result
         self._request_drafts(batch)
         for stream, output in zip(batch, outputs, strict=True):
-            if stream.sequence.finished:
-                self._remove(stream)
             if output is not None:
                 stream.deliver(output)
-                self.timeline.delivery(stream.request_id, len(output.token_ids))
+            if stream.sequence.finished:
+                self._remove(stream)
 
     def _request_drafts(self, batch: list[Stream]) -> None:
         if self.drafter is None:
@@ -277,7 +276,7 @@ class VerifyLoop:
 
     def _add(self, stream: Stream) -> None:
         if self.lost or self._closed:
-            stream.deliver(ReplicaLost(f"{self.replica_id} has been given up"))
+            stream.fail(ReplicaLost(f"{self.replica_id} has been given up"))
             return
         if self.drafter is not None:
             stream.sequence.attach_drafter(self._first_draft_slot + stream.sequence.slot)
@@ -288,6 +287,7 @@ class VerifyLoop:
         if stream.removed:
             return
         stream.removed = True
+        stream.flush()
         if stream in self.streams:
             self.streams.remove(stream)
 
@@ -337,7 +337,7 @@ class VerifyLoop:
     def _fail(self, streams: list[Stream], error: Exception) -> None:
         for stream in streams:
             self._remove(stream)
-            stream.deliver(error)
+            stream.fail(error)
 
     def _close(self) -> None:
         self._closed = True

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from dflash_core.sampling import GREEDY, InvalidSampling, SamplingParams
@@ -88,3 +88,12 @@ class GenerationOutput:
     stop_reason: str | int | None = None
     statistics: dict[str, Any] | None = None
     logprobs: list[TokenLogprobs] | None = None
+
+    def __add__(self, later: GenerationOutput) -> GenerationOutput:
+        """Both as one output; `later` is what came next in the same answer."""
+        return replace(
+            later,
+            token_ids=self.token_ids + later.token_ids,
+            text=self.text + later.text,
+            logprobs=None if later.logprobs is None else (self.logprobs or []) + later.logprobs,
+        )

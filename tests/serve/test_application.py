@@ -172,11 +172,11 @@ def test_a_trace_shows_where_the_time_of_a_request_went(app: Application) -> Non
     ]
     delivered = [event for event in events if event["ph"] == "i" and event["tid"] == track]
     assert sum(event["args"]["tokens"] for event in delivered) == 30
-    # Each result leaves when it is there, and not after the draft that follows it.
-    for step, delivery in zip(own, delivered, strict=True):
-        assert delivery["ts"] >= step["ts"] + step["dur"]
     drafts = [event for event in slices if event["name"] == "draft" and event["ts"] > own[0]["ts"]]
-    assert drafts
+    # The first token leaves when it is there, and does not wait for the draft that follows it;
+    # tokens that come faster than they are to be streamed leave together.
+    assert own[0]["ts"] + own[0]["dur"] <= delivered[0]["ts"] < drafts[0]["ts"] + drafts[0]["dur"]
+    assert len(delivered) <= len(own)
     assert {"send", "receive"} <= {event["name"] for event in slices}
 
 

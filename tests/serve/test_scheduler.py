@@ -21,7 +21,7 @@ class State:
 
 
 def stream(name: str, **state: object) -> Stream:
-    return Stream(name, State(**state), deliver=lambda _: None)
+    return Stream(name, State(**state), send=lambda _: None)
 
 
 def prompt(name: str) -> Stream:
