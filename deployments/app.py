@@ -122,6 +122,7 @@ def rank_options(args: AppArgs, model: WorkerArgs) -> dict:
     return {
         "tensor_parallel_size": model.tensor_parallel_size,
         "num_threads": model.num_threads,
+        "rank_cores": model.rank_cores(),
         "cpus_per_rank": model.cpus_per_rank,
         "resources_per_rank": rank_resources(args, model),
         "neuron": None if cores is None else NeuronSpec(cores, args.logical_nc_config),

@@ -7,6 +7,7 @@ from typing import Literal
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from deployments.api.body_limit import MAX_BODY_BYTES
+from dflash_core.cpu.pinning import rank_cores
 from dflash_core.neuron.cores import CoreMap, check_disjoint
 from dflash_core.neuron.errors import NeuronError
 from dflash_core.shapes import StaticShapes, doublings
@@ -27,6 +28,11 @@ class WorkerArgs(Strict):
 
     tensor_parallel_size: int = Field(1, ge=1, description="ranks, one process and device each")
     num_threads: int = Field(1, ge=1, description="compute threads per rank")
+    cpu_cores: str | None = Field(
+        None,
+        description="cores that the compute threads are kept on, ranks separated by |, e.g. "
+        '"0-7|8-15"; default: any',
+    )
     cpus_per_rank: float = Field(0.5, gt=0, description="Ray CPUs that each rank reserves")
     resources_per_rank: dict[str, float] = Field(
         default_factory=dict, description="other Ray resources per rank"
@@ -38,7 +44,19 @@ class WorkerArgs(Strict):
     @model_validator(mode="after")
     def _check_cores(self) -> WorkerArgs:
         self.core_map()
+        for cores in self.rank_cores():
+            if cores is not None and self.num_threads > len(cores):
+                raise ValueError(
+                    f"num_threads is {self.num_threads}, but cpu_cores = {self.cpu_cores!r} has "
+                    f"{len(cores)} for a rank; threads that share a core wait for each other"
+                )
         return self
+
+    def rank_cores(self) -> tuple[frozenset[int] | None, ...]:
+        """The CPU cores of every rank; None = any. Raises ValueError."""
+        if self.cpu_cores is None:
+            return (None,) * self.tensor_parallel_size
+        return rank_cores(self.cpu_cores, self.tensor_parallel_size)
 
     def core_map(self) -> CoreMap | None:
         """The cores of every replica that a node may hold. Raises ValueError."""

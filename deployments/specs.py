@@ -33,6 +33,7 @@ class ModelSpec:
         shapes: static shapes of this model.
         tensor_parallel_size: ranks, one process each.
         num_threads: compute threads per rank.
+        rank_cores: for every rank the CPU cores that these are kept on; None = any.
         cpus_per_rank: Ray CPUs that a rank reserves.
         resources_per_rank: further Ray resources per rank, e.g. {"neuron_cores": 1}.
         neuron: None on other devices.
@@ -47,6 +48,7 @@ class ModelSpec:
     shapes: StaticShapes
     tensor_parallel_size: int
     num_threads: int
+    rank_cores: tuple[frozenset[int] | None, ...]
     cpus_per_rank: float
     resources_per_rank: dict[str, float]
     neuron: NeuronSpec | None

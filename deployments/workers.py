@@ -19,6 +19,7 @@ from deployments import channel_wait
 from deployments.graph import STEP_TIMEOUT_S
 from deployments.specs import DrafterSpec, ModelSpec, VerifierSpec
 from dflash_core.checkpoint import resolve
+from dflash_core.cpu.pinning import pin
 from dflash_core.messages import DraftPlan, DraftResult, VerifyPlan, VerifyResult
 from dflash_core.neuron.claims import claim_core
 from dflash_core.parallel import TensorParallel
@@ -71,11 +72,15 @@ class Rank:
 
         Raises:
             NeuronError: this node cannot run the rank.
+            ValueError: it does not have the rank's CPU cores.
         """
         return self.model_thread.submit(self._load, store_port).result()
 
     def _load(self, store_port: int) -> int:
         spec = self.spec
+        cores = spec.rank_cores[self.rank]
+        if cores is not None:
+            pin(cores)
         if spec.neuron is None:
             device = open_device(spec.device)
         else:

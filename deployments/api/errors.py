@@ -97,6 +97,16 @@ class BodyTooLarge(ApiError):
         )
 
 
+class TooManyHeaders(ApiError):
+    """More than any client needs."""
+
+    status = 431
+    type = "invalid_request_error"
+
+    def __init__(self, number: int, most: int) -> None:
+        super().__init__(f"The request has {number} headers; this server reads at most {most}.")
+
+
 class QueueFull(ApiError):
     """Too many requests wait already."""
 

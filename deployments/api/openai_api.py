@@ -29,6 +29,7 @@ from deployments.api.error_responses import EXCEPTION_HANDLERS, InternalErrors
 from deployments.api.errors import InternalError, NotReady
 from deployments.api.event_stream import ClientGone, EventStream, unless_client_leaves
 from deployments.api.generation_requests import generation_requests
+from deployments.api.header_limit import HeaderLimit
 from deployments.api.interleaved import interleaved
 from deployments.api.openai_protocol import ChatCompletionRequest, CompletionRequest, GenerationBody
 from deployments.api.prompts import check_model, encode, render
@@ -209,6 +210,7 @@ def create_api(
             allow_headers=["*"],
             expose_headers=["X-Request-Id", "Retry-After"],
         )
+    app.add_middleware(HeaderLimit)
     if echo_request_id:
         app.add_middleware(RequestId)
     return app

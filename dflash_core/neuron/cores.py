@@ -9,12 +9,10 @@ number is free, which would put a group across chips.
 
 from __future__ import annotations
 
-import re
 from dataclasses import dataclass
 
+from dflash_core.core_list import core_list
 from dflash_core.neuron.errors import NeuronError
-
-RANGE = re.compile(r"(\d+)(?:-(\d+))?")
 
 
 @dataclass(frozen=True)
@@ -42,7 +40,10 @@ class CoreMap:
             raise NeuronError(
                 f"tensor_parallel_size = {size} is no power of two, as Trainium 2 needs it"
             )
-        cores = _cores(text)
+        try:
+            cores = core_list(text, "neuron_cores")
+        except ValueError as error:
+            raise NeuronError(str(error)) from error
         if len(cores) % size:
             raise NeuronError(
                 f"neuron_cores = {text!r} are {len(cores)} cores; a replica of "
@@ -75,22 +76,6 @@ def check_disjoint(target: CoreMap, drafter: CoreMap) -> None:
             f"neuron_cores of the target ({target.text}) and of the drafter ({drafter.text}) share "
             f"{', '.join(map(str, shared))}; a core belongs to one process, so give them others"
         )
-
-
-def _cores(text: str) -> list[int]:
-    cores: list[int] = []
-    for part in text.split(","):
-        found = RANGE.fullmatch(part.strip())
-        if found is None:
-            raise NeuronError(
-                f"neuron_cores = {text!r}: {part!r} is neither a core number nor a range; write "
-                'them like "0-7,16-63"'
-            )
-        first, last = int(found[1]), int(found[2] or found[1])
-        if last < first or (cores and first <= cores[-1]):
-            raise NeuronError(f"neuron_cores = {text!r} must ascend, each core named once")
-        cores += range(first, last + 1)
-    return cores
 
 
 def _groups(cores: list[int], size: int) -> list[list[int]]:

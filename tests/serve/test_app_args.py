@@ -94,6 +94,17 @@ class TestRefused:
     @pytest.mark.parametrize(
         ("changes", "message"),
         [
+            ({"cpu_cores": "0-x"}, "cpu_cores = '0-x': '0-x' is neither"),
+            ({"cpu_cores": "0|1"}, "has cores for 2 ranks, but tensor_parallel_size is 1"),
+            ({"cpu_cores": "0", "num_threads": 2}, "num_threads is 2, but cpu_cores = '0' has 1"),
+        ],
+    )
+    def test_cores_that_do_not_suit_the_ranks(self, changes: dict[str, Any], message: str) -> None:
+        self.check("speculation", {"speculation": SPECULATION | changes}, message)
+
+    @pytest.mark.parametrize(
+        ("changes", "message"),
+        [
             ({"num_seqs_buckets": []}, r"num_seqs_buckets = \(\) must be ascending"),
             ({"num_seqs_buckets": [4, 2]}, r"num_seqs_buckets = .* must be ascending"),
             ({"num_seqs_buckets": [0, 8]}, r"num_seqs_buckets = .* ascending positive numbers"),

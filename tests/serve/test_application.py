@@ -6,23 +6,16 @@ Target: a tiny random Llama with the packaged tokenizer, so that a deployment co
 from __future__ import annotations
 
 import json
-import os
-import re
 import shutil
 import socket
 import time
-from collections import defaultdict
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
-from pathlib import Path
 from typing import Any
 
 import httpx
-import psutil
 import pytest
 
-from deployments.priority import NICENESS, put_models_first
 from tests.drafters import RECORD_FILE, REPLAY_FILE, SLOW_SECONDS
 from tests.serve.application import Application, application, idle
 from tests.serve.tiny_pair import MAX_MODEL_LEN, K, Tiny, prompt_of
@@ -259,45 +252,6 @@ def test_an_adaptive_server_verifies_all_of_good_drafts(
 
 
 # Load and clients that leave.
-
-
-def cpu_seconds(pid: int) -> float:
-    """User and system time of a process so far (proc(5), fields 14 and 15 of stat)."""
-    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
-
-
-@pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="needs Linux's /proc")
-def test_idle_workers_leave_the_cores_alone(app: Application) -> None:
-    stats = app.wait_until(idle, 5)
-    replicas = [
-        part["replica"] for group in ("verifiers", "drafters") for part in stats[group].values()
-    ]
-    pids = [pid for replica in replicas for pid in replica["worker_pids"]]
-    before, began = [cpu_seconds(pid) for pid in pids], time.monotonic()
-    time.sleep(2.0)  # the time that is measured, not a wait for something
-    elapsed = time.monotonic() - began
-    shares = [(cpu_seconds(pid) - b) / elapsed for pid, b in zip(pids, before, strict=True)]
-    assert max(shares) < 0.1
-
-
-def test_the_models_come_before_all_else(app: Application) -> None:
-    """On few cores whatever runs beside a model's step holds up all its threads."""
-    put_models_first()
-    stats = app.stats()
-    niceness: dict[str, set[int]] = defaultdict(set)
-    for process in psutil.Process().children(recursive=True):
-        with suppress(psutil.NoSuchProcess):
-            name = os.path.basename((process.cmdline() or [process.name()])[0])
-            niceness[re.split("[.]", name)[0]].add(process.nice())
-    parts = [*stats["verifiers"].values(), *stats["drafters"].values()]
-    models = [pid for part in parts for pid in part["replica"]["worker_pids"]]
-    assert {psutil.Process(pid).nice() for pid in models} == {0}
-    for name in ("ray::ProxyActor", "ray::ServeController", "gcs_server"):
-        assert niceness[name] == {NICENESS}, niceness
-    assert niceness["raylet"] == {0}, "what it starts later would inherit it"
-    threads = os.listdir(f"/proc/{stats['router_pid']}/task")
-    assert {os.getpriority(os.PRIO_PROCESS, int(each)) for each in threads} == {NICENESS}
 
 
 def test_more_requests_than_slots_wait_and_finish(app: Application, tiny: Tiny) -> None:

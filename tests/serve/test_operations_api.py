@@ -322,6 +322,12 @@ class TestTooLarge:
         response = call("POST", "/tokenize", api={"max_body_bytes": 1000}, content=pieces())
         assert "max_body_bytes" in assert_error(response, 413)
 
+    def test_a_flood_of_headers_is_refused(self, call):
+        few, many = ({f"X-{i}": "1" for i in range(n)} for n in (200, 300))
+        assert call("GET", "/v1/models", headers=few).status_code == 200
+        response = call("GET", "/v1/models", headers=many)
+        assert "this server reads at most 256" in assert_error(response, 431)
+
     def test_a_body_of_just_that_size_is_read(self, call):
         body = json.dumps({"prompt": "Hi"}).encode()
         headers = {"Content-Type": "application/json"}
