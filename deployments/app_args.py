@@ -121,7 +121,7 @@ class AppArgs(Strict):
         None, gt=0, description="a request that is not done by then ends with an error (408)"
     )
     stream_batching_interval_ms: float = Field(
-        20.0, ge=0, description="tokens of a request that come faster are sent together"
+        50.0, ge=0, description="tokens of a request that come faster are sent together"
     )
     drain_timeout_s: float = Field(
         120.0, ge=0, description="a replica that is to go may finish its requests for that long"
