@@ -2,36 +2,27 @@
 
     python -m tests.benchmarks.autoscaling [--config configs/autoscale.yaml] [--tiny]
 
-deploys the configuration on a Ray cluster of its own, follows the profile, and writes OUT.csv (a
-line per second) and OUT.png. Status 1 if a request failed. `--tiny` serves a random pair of a few
+deploys the configuration on a Ray cluster of its own, follows the profile, and writes OUT.json (an
+object per second) and OUT.png. Status 1 if a request failed. `--tiny` serves a random pair of a few
 megabytes instead of the configured one, so that several replicas fit on a small machine.
 """
 
 from __future__ import annotations
 
 import asyncio
-import csv
 import json
 import os
-import socket
 import tempfile
 import time
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Annotated, Any
 
-import matplotlib
-
-matplotlib.use("Agg")
-os.environ.setdefault("RAY_worker_niceness", "0")
-os.environ.setdefault("HF_HUB_OFFLINE", "1")
 # Once a second: every ten seconds, as is the default, would hide what happens.
 os.environ.setdefault("RAY_SERVE_REPLICA_AUTOSCALING_METRIC_PUSH_INTERVAL_S", "1")
 os.environ.setdefault("RAY_SERVE_HANDLE_AUTOSCALING_METRIC_PUSH_INTERVAL_S", "1")
 
 import httpx
-import matplotlib.pyplot as plt
-import ray
 import typer
 import yaml
 from ray import serve
@@ -40,10 +31,11 @@ from ray.serve.schema import ServeDeploySchema
 from rich.console import Console
 
 from dflash_core.checkpoint import resolve
+from tests.benchmarks.cluster import ROOT, cluster
+from tests.benchmarks.report import Figure, write
 from tests.serve.application import READY_TIMEOUT_S, Application
 from tests.tiny import write_drafter, write_target
 
-ROOT = Path(__file__).parents[2]
 PROMPT = list(range(200, 232))
 console = Console()
 
@@ -167,13 +159,6 @@ async def run(app: Application, profile: list[int], max_tokens: int) -> list[Sec
 
 def deploy(config: dict[str, Any]) -> Application:
     http = config["http_options"]
-    ray.init(
-        num_cpus=32,  # logical: the replicas share what there is
-        include_dashboard=False,
-        log_to_driver=False,
-        runtime_env={"env_vars": {"PYTHONPATH": str(ROOT), "HF_HUB_OFFLINE": "1"}},
-    )
-    serve.start(proxy_location="HeadOnly", http_options=http)
     schema = ServeDeploySchema.model_validate(config)
     _get_global_client().deploy_apps(schema, _blocking=False)
     app = Application("autoscale", f"http://{http['host']}:{http['port']}")
@@ -219,35 +204,26 @@ def main(
 ) -> None:
     """Run the experiment."""
     description = yaml.safe_load(config.read_text())
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        description["http_options"] = {"host": "127.0.0.1", "port": listener.getsockname()[1]}
     [application] = description["applications"]
-    with tempfile.TemporaryDirectory() as folder:
+    with tempfile.TemporaryDirectory() as folder, cluster() as port:
+        description["http_options"] = {"host": "127.0.0.1", "port": port}
         if tiny:
             application["args"] = tiny_pair(Path(folder), application["args"])
         app = deploy(description)
-        try:
-            record = asyncio.run(run(app, loads(yaml.safe_load(profile.read_text())), max_tokens))
-        finally:
-            serve.shutdown()
-    out.parent.mkdir(parents=True, exist_ok=True)
-    with out.with_suffix(".csv").open("w", newline="") as file:
-        writer = csv.DictWriter(file, [item.name for item in fields(Second)])
-        writer.writeheader()
-        writer.writerows(map(asdict, record))
-    plot(record, out.with_suffix(".png"))
+        record = asyncio.run(run(app, loads(yaml.safe_load(profile.read_text())), max_tokens))
+    write(out, list(map(asdict, record)), plot(record))
     raise typer.Exit(1 if record[-1].failed else 0)
 
 
-def plot(record: list[Second], path: Path) -> None:
+def plot(record: list[Second]) -> Figure:
     panels = [
         ("replicas", ("verifiers", "drafters")),
         ("requests", ("load", "running", "waiting")),
         ("tokens per second", ("tokens_per_s",)),
         ("s between chunks", ("token_s",)),
     ]
-    figure, axes = plt.subplots(len(panels), sharex=True, figsize=(7, 8))
+    figure = Figure(figsize=(7, 8))
+    axes = figure.subplots(len(panels), sharex=True)
     seconds = [entry.second for entry in record]
     for axis, (label, names) in zip(axes, panels, strict=True):
         for name in names:
@@ -258,8 +234,7 @@ def plot(record: list[Second], path: Path) -> None:
         if len(names) > 1:
             axis.legend()
     axes[-1].set(xlabel="seconds")
-    figure.tight_layout()
-    figure.savefig(path, dpi=120)
+    return figure
 
 
 if __name__ == "__main__":

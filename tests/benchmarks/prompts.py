@@ -1,4 +1,12 @@
-"""Ten hand-written prompts of different kinds."""
+"""Prompts: ten hand-written ones of different kinds, and many from the packaged conversations."""
+
+from __future__ import annotations
+
+import lzma
+from pathlib import Path
+
+from dflash_core.training.conversations import Conversation
+from dflash_core.training.corpus import PARTS
 
 PROMPTS = {
     "code": "Write a Python function that returns the n-th Fibonacci number.",
@@ -12,3 +20,19 @@ PROMPTS = {
     "advice": "How can I sleep better at night?",
     "facts": "What are the planets of the solar system, in order?",
 }
+
+CONVERSATIONS = Path(__file__).parents[2] / "dflash_core/drafters/smollm2-135m-dflash/conversations"
+
+
+def conversation_prompts(count: int) -> list[list[int]]:
+    """Different prompts as token ids, from the packaged drafter's held-out and training sets.
+
+    Raises ValueError: there are not so many.
+    """
+    prompts: dict[tuple[int, ...], None] = {}
+    for part in reversed(PARTS):
+        for line in lzma.decompress((CONVERSATIONS / f"{part}.jsonl.xz").read_bytes()).splitlines():
+            if len(prompts) == count:
+                return list(map(list, prompts))
+            prompts[Conversation.parse(line.decode()).prompt] = None
+    raise ValueError(f"{count} prompts wanted, but the packaged conversations have {len(prompts)}")

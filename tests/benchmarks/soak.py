@@ -3,8 +3,8 @@
     python -m tests.benchmarks.soak [--minutes 20] [--concurrency 8]
 
 prints a line per minute: requests, tokens per second, time per token, acceptance length, resident
-memory of the Router and the workers (on this machine). Status 1 if a request failed, or if the last
-quarter's memory is more than 3 % above the second quarter's.
+memory of the Router and the workers (on this machine). Written: OUT.json and OUT.png. Status 1 if a
+request failed, or if the last quarter's memory is more than 3 % above the second quarter's.
 """
 
 from __future__ import annotations
@@ -14,7 +14,8 @@ import itertools
 import json
 import statistics
 import time
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
 from typing import Annotated
 
 import httpx
@@ -23,6 +24,7 @@ from rich.console import Console
 from rich.table import Table
 
 from tests.benchmarks.prompts import PROMPTS
+from tests.benchmarks.report import Figure, write
 from tests.serve.application import resident_bytes
 
 GROWTH = 1.03
@@ -115,6 +117,7 @@ def main(
     minutes: Annotated[int, typer.Option(min=4)] = 20,
     concurrency: Annotated[int, typer.Option(min=1)] = 8,
     max_tokens: Annotated[int, typer.Option(min=2)] = 128,
+    out: Annotated[Path, typer.Option(help="Prefix of the files written")] = Path("build/soak"),
 ) -> None:
     """Load the server and watch it."""
     windows = asyncio.run(soak(base_url, minutes, concurrency, max_tokens))
@@ -131,12 +134,28 @@ def main(
             f"{window.resident_mib:.0f}",
         )
     console.print(table)
+    write(out, list(map(asdict, windows)), plot(windows))
     quarter = len(windows) // 4
     early = statistics.median(w.resident_mib for w in windows[quarter : 2 * quarter])
     late = statistics.median(w.resident_mib for w in windows[-quarter:])
     failed = sum(window.failed for window in windows)
     console.print(f"{failed} requests failed; resident memory {early:.0f} -> {late:.0f} MiB")
     raise typer.Exit(int(failed > 0 or late > GROWTH * early))
+
+
+def plot(windows: list[Window]) -> Figure:
+    panels = {
+        "output tokens per second": [window.tokens / 60 for window in windows],
+        "ms per token": [1e3 * statistics.median(w.per_token_s or [0]) for w in windows],
+        "resident MiB": [window.resident_mib for window in windows],
+    }
+    figure = Figure(figsize=(6, 7))
+    for axis, (label, values) in zip(
+        figure.subplots(len(panels), sharex=True), panels.items(), strict=True
+    ):
+        axis.plot(range(1, len(windows) + 1), values)
+        axis.set(xlabel="minute", ylabel=label, ylim=(0, None))
+    return figure
 
 
 if __name__ == "__main__":

@@ -10,20 +10,14 @@ for a drafter that includes the copy of the features into its own memory.
 
 from __future__ import annotations
 
-import json
 import os
-import statistics
 import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Annotated
 
-import matplotlib
-
-matplotlib.use("Agg")
 os.environ.setdefault("RAY_worker_niceness", "0")
 
-import matplotlib.pyplot as plt
 import numpy as np
 import ray
 import typer
@@ -35,8 +29,9 @@ from deployments import channel_wait
 from deployments.graph import STEP_TIMEOUT_S, ModelGraph
 from deployments.worker_group import NAMESPACE
 from dflash_core.messages import DraftPlan, DraftResult, Features, Span, VerifyPlan, VerifyResult
+from tests.benchmarks.cluster import ROOT
+from tests.benchmarks.report import Figure, quartiles, shown, write
 
-ROOT = Path(__file__).parents[2]
 WIDTHS = {"SmolLM2-135M": 5 * 576, "Llama-3.1-8B": 5 * 4096}  # tapped layers * hidden size
 PROMPT = 2048
 BYTES = 2  # bfloat16
@@ -81,17 +76,22 @@ class Sink:
 
 @dataclass
 class Figures:
-    """Medians over steps of so many rows: milliseconds besides the model's, and the rate."""
+    """Steps of so many rows: quartiles of the milliseconds beside the model's, and the rate."""
 
     model: str
     rows: int
     megabytes: float
-    verify_ms: float
-    draft_ms: float
+    verify_ms: tuple[float, float, float]
+    draft_ms: tuple[float, float, float]
+
+    @property
+    def both_ms(self) -> float:
+        """Medians of both ways."""
+        return self.verify_ms[1] + self.draft_ms[1]
 
     @property
     def gigabytes_per_s(self) -> float:
-        return self.megabytes / (self.verify_ms + self.draft_ms)
+        return self.megabytes / self.both_ms
 
 
 def measure(source: ModelGraph, sink: ModelGraph, model: str, rows: int, steps: int) -> Figures:
@@ -122,8 +122,8 @@ def measure(source: ModelGraph, sink: ModelGraph, model: str, rows: int, steps: 
         model,
         rows,
         rows * width * BYTES / 1e6,
-        1e3 * statistics.median(verify),
-        1e3 * statistics.median(draft),
+        quartiles([1e3 * seconds for seconds in verify]),
+        quartiles([1e3 * seconds for seconds in draft]),
     )
 
 
@@ -159,36 +159,43 @@ def main(
         sink.close()
         del workers
         ray.shutdown()
-    out.parent.mkdir(parents=True, exist_ok=True)
-    out.with_suffix(".json").write_text(json.dumps([asdict(each) for each in figures], indent=2))
-    table = Table(title=f"Transfer, beside {model_ms:g} ms of model (medians of {steps} steps)")
+    show(figures, model_ms, steps, chunk)
+    write(out, [asdict(each) for each in figures], plot(figures))
+
+
+def show(figures: list[Figures], model_ms: float, steps: int, chunk: int) -> None:
+    table = Table(
+        title=f"Transfer, beside {model_ms:g} ms of model ({steps} steps, medians and quartiles)"
+    )
     for name in ("model", "rows", "MB", "verify, ms", "draft, ms", "GB/s", f"{PROMPT} tokens, ms"):
         table.add_column(name, justify="right")
     for each in figures:
-        both = each.verify_ms + each.draft_ms
         table.add_row(
             each.model,
             str(each.rows),
             f"{each.megabytes:.2f}",
-            f"{each.verify_ms:.2f}",
-            f"{each.draft_ms:.2f}",
+            shown(each.verify_ms, 2),
+            shown(each.draft_ms, 2),
             f"{each.gigabytes_per_s:.2f}",
-            f"{both * PROMPT / chunk:.0f}" if each.rows == chunk else "",
+            f"{each.both_ms * PROMPT / chunk:.0f}" if each.rows == chunk else "",
         )
     Console().print(table)
-    figure, axes = plt.subplots(figsize=(6, 4))
+
+
+def plot(figures: list[Figures]) -> Figure:
+    figure = Figure(figsize=(6, 4))
+    axes = figure.subplots()
     for model in WIDTHS:
         own = [each for each in figures if each.model == model]
         axes.plot(
             [each.megabytes for each in own],
-            [each.verify_ms + each.draft_ms for each in own],
+            [each.both_ms for each in own],
             marker="o",
             label=model,
         )
     axes.set(xlabel="MB of features in a step", ylabel="ms, both ways", xscale="log", yscale="log")
     axes.legend()
-    figure.tight_layout()
-    figure.savefig(out.with_suffix(".png"), dpi=150)
+    return figure
 
 
 if __name__ == "__main__":
