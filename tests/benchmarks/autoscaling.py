@@ -2,19 +2,20 @@
 
     python -m tests.benchmarks.autoscaling [--config configs/autoscale.yaml] [--tiny]
 
-deploys the configuration on a Ray cluster of its own, follows the profile, and writes OUT.json (an
-object per second) and OUT.png. Status 1 if a request failed. `--tiny` serves a random pair of a few
-megabytes instead of the configured one, so that several replicas fit on a small machine.
+deploys the configuration on a Ray cluster of its own, follows the profile, and writes OUT.csv (a
+line per second), OUT.json and OUT.png. Status 1 if a request failed. `--tiny` serves a random pair
+of a few megabytes instead of the configured one, so that several replicas fit on a small machine.
 """
 
 from __future__ import annotations
 
 import asyncio
+import csv
 import json
 import os
 import tempfile
 import time
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -212,6 +213,10 @@ def main(
         app = deploy(description)
         record = asyncio.run(run(app, loads(yaml.safe_load(profile.read_text())), max_tokens))
     write(out, list(map(asdict, record)), plot(record))
+    with out.with_suffix(".csv").open("w", newline="") as file:
+        lines = csv.DictWriter(file, [item.name for item in fields(Second)])
+        lines.writeheader()
+        lines.writerows(map(asdict, record))
     raise typer.Exit(1 if record[-1].failed else 0)
 
 
