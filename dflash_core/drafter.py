@@ -19,7 +19,12 @@ from torch.nn import functional as F
 from dflash_core.attention import Block, attention_inputs
 from dflash_core.config import DrafterConfig
 from dflash_core.cpu import kernels
-from dflash_core.cpu.packing import packed_decoder, packed_injection, packed_weight
+from dflash_core.cpu.packing import (
+    PackedEmbedding,
+    packed_decoder,
+    packed_injection,
+    packed_weight,
+)
 from dflash_core.decoder_layer import DecoderLayer
 from dflash_core.kv_cache import KVCache
 from dflash_core.norm import RMSNorm
@@ -156,8 +161,10 @@ class TargetVocabulary(nn.Module):
         self.packed_head: kernels.Weight | None = None
 
     def pack(self) -> None:
-        """Lay the head out for the CPU kernels. A tied embedding keeps its plain table."""
+        """Lay the head out for the CPU kernels."""
         self.packed_head = packed_weight(self.lm_head or self.embed_tokens)
+        if self.lm_head is None:
+            self.embed_tokens = PackedEmbedding(self.packed_head)
         self.lm_head = None
 
     def logits(self, hidden: Tensor, norm: RMSNorm) -> Tensor:

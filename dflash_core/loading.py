@@ -112,6 +112,9 @@ def build(
             piece.tensor, dim=shard.dim, start=shard.start, length=shard.length or None
         )
         owner_name, _, leaf = piece.parameter.rpartition(".")
-        loaded = nn.Parameter(weight.to(device=device, dtype=dtype), requires_grad=False)
+        # A copy in any case: one tensor that lies in the file's mapping would keep all of it, also
+        # what has been laid out anew since.
+        weight = weight.to(device=device, dtype=dtype, copy=True)
+        loaded = nn.Parameter(weight, requires_grad=False)
         setattr(model.get_submodule(owner_name), leaf, loaded)
     return model.to(device).eval()

@@ -15,7 +15,7 @@ from torch.nn import functional as F
 from dflash_core.attention import Block, attention_inputs
 from dflash_core.config import TargetConfig
 from dflash_core.cpu import kernels
-from dflash_core.cpu.packing import packed_decoder, packed_weight
+from dflash_core.cpu.packing import PackedEmbedding, packed_decoder, packed_weight
 from dflash_core.cpu.rounding import attention_length
 from dflash_core.decoder_layer import DecoderLayer
 from dflash_core.kv_cache import KVCache
@@ -70,9 +70,11 @@ class LlamaTarget(nn.Module):
         self.packed_head: kernels.Weight | None = None
 
     def pack(self) -> None:
-        """Lay the weights out for the CPU kernels. A tied embedding keeps its plain table."""
+        """Lay the weights out for the CPU kernels."""
         self.packed_layers = packed_decoder(self.layers, self.tapped_layers)
         self.packed_head = packed_weight(self.lm_head or self.embed_tokens)
+        if self.lm_head is None:
+            self.embed_tokens = PackedEmbedding(self.packed_head)
         self.lm_head = None
 
     def forward(

@@ -112,6 +112,11 @@ class Weight:
         self.bias = None if bias_O is None else _columns(bias_O.float(), swiglu)
         self.struct = _Weight(_address(self.blocks), _address(self.bias), I, O, swiglu)
 
+    def rows(self, numbers: Tensor) -> Tensor:
+        """Rows of the weight (not of a SwiGLU): `[...]` of any integers -> `[..., I]`."""
+        block, column = numbers // COLUMNS, numbers % COLUMNS
+        return self.blocks[block.long(), :, column.long()].flatten(-2)
+
 
 def _columns(rows: Tensor, swiglu: bool) -> Tensor:
     """Filled up to whole blocks; of a SwiGLU 16 rows of the gate, then the same of up."""

@@ -13,6 +13,18 @@ from dflash_core.decoder_layer import DecoderLayer
 from dflash_core.norm import RMSNorm
 
 
+class PackedEmbedding(nn.Module):
+    """The embedding of a model whose head is tied to it: both are one weight, in memory once."""
+
+    def __init__(self, head: kernels.Weight) -> None:
+        super().__init__()
+        self.head = head
+
+    def forward(self, tokens_BL: Tensor) -> Tensor:
+        """`[B, L]` int32 -> `[B, L, H]`."""
+        return self.head.rows(tokens_BL)
+
+
 def packed_decoder(
     layers: nn.ModuleList, tapped: tuple[int, ...] = (), kinds: list[int] | None = None
 ) -> kernels.Decoder:

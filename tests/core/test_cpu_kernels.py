@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 import os
 import stat
@@ -25,6 +26,7 @@ from dflash_core.target_runner import TargetRunner
 from tests.core.test_drafter import TAPS, Pair, features_of, plan
 from tests.core.test_drafter import VARIANTS as DRAFTERS
 from tests.core.test_target import SHAPES, VARIANTS, run, transformers_model
+from tests.tiny import write_drafter
 
 CPU, BF16 = torch.device("cpu"), torch.bfloat16
 needs_kernels = pytest.mark.skipif(
@@ -79,6 +81,11 @@ class TestProducts:
         for first, rows in ((0, 1), (5, 2), (100, 13), (17, 24), (299, 1)):
             some = slice(first, first + rows)
             assert torch.equal(kernels.linear(x[some], weight), whole[some])
+
+    def test_the_rows_of_a_weight_are_those_it_was_made_of(self) -> None:
+        weight = random(131, 62)
+        numbers = torch.tensor([[0, 31, 32], [130, 5, 0]], dtype=torch.int32)
+        assert torch.equal(kernels.Weight(weight, None).rows(numbers), weight[numbers.long()])
 
     def test_an_odd_number_of_inputs_is_refused(self) -> None:
         with pytest.raises(ValueError, match="4 x 3: the kernels need an even number"):
@@ -219,6 +226,20 @@ def test_a_drafter_gives_the_logits_of_its_checkpoint(variant: str, tmp_path: Pa
             hidden = runner.model(x, 2 * one, 21 * one, 0 * one, runner.cache, 64)
             results.append(runner.vocabulary.logits(hidden, runner.model.norm).float())
     assert (results[1] - results[0]).abs().mean() < 0.02 * results[0].std()
+
+
+@needs_kernels
+def test_weights_are_in_memory_once(tmp_path: Path) -> None:
+    """Neither the checkpoint's file nor a tied embedding is kept beside what was packed."""
+    transformers_model(tmp_path, tie_word_embeddings=True)
+    write_drafter(tmp_path / "drafter", tmp_path, target_layer_ids=TAPS)
+    target = TargetRunner.load(tmp_path, SHAPES, dtype=BF16)
+    drafter = DrafterRunner.load(tmp_path / "drafter", tmp_path, SHAPES, dtype=BF16)
+    gc.collect()
+    assert not list(target.model.embed_tokens.parameters())
+    assert not list(drafter.vocabulary.parameters())
+    maps = Path("/proc/self/maps")
+    assert not maps.exists() or str(tmp_path) not in maps.read_text()
 
 
 class TestLibrary:
