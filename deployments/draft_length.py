@@ -4,13 +4,12 @@ Expected tokens of a step with k drafts: 1 + p1 + p1 p2 + ... + p1...pk, where p
 draft i is accepted once the ones before it are (running means over the requests of one Verifier).
 What a step costs is measured: once when the replicas are connected, and then with every step.
 K = 0, plain decoding, is one of the choices; so that a drafter whose drafts get better is noticed,
-whole blocks are tried again now and then.
+the next larger K is tried now and then.
 """
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 from deployments.metrics.step_costs import StepCosts
 from dflash_core.shapes import bucket
@@ -21,7 +20,7 @@ COST_WEIGHT = 0.05
 OUTLIER = 3.0  # a step that took so many times longer than usual says nothing of the next one
 MARGIN = 1.03  # another K must be so much better: estimates are noisy, and changing is not free
 TRIAL_BLOCKS = 16  # of all requests together
-TRIAL_SHARE = 0.02  # of the time
+TRIAL_SHARE = 0.02  # of the time that the Verifier works: an idle one earns no trial
 
 
 class DraftLength:
@@ -31,7 +30,6 @@ class DraftLength:
         block_lengths: of verify steps, ascending from 1; one draft less is a K.
         costs: measured when the replicas were connected.
         groups: that running requests are split into while they speculate.
-        clock: seconds.
 
     Attributes:
         num_drafts: the K of the last choice.
@@ -42,19 +40,17 @@ class DraftLength:
         block_lengths: Sequence[int],
         costs: StepCosts,
         groups: int,
-        *,
-        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.choices = [length - 1 for length in block_lengths]
         self.groups = groups
-        self._clock = clock
         self._verify = {length: dict(costs.verify[length]) for length in block_lengths}
         self._draft = dict(costs.draft)
         self._acceptance = [PRIOR] * max(self.choices)
         self._observed = [0] * max(self.choices)
         self.num_drafts = max(self.choices)
+        self._worked = 0.0
         self._trial_steps = 0
-        self._next_trial = 0.0
+        self._next_trial = self._trial_seconds(1) / TRIAL_SHARE  # the beginning is one, too
 
     def choose(self, running: int) -> int:
         """K for the next step.
@@ -66,23 +62,23 @@ class DraftLength:
         best = max(speeds, key=speeds.__getitem__)
         if speeds[best] < MARGIN * speeds[self.num_drafts]:
             best = self.num_drafts
-        longest = self.choices[-1]
-        if best != longest and self._is_trial(running):
-            return longest
         self.num_drafts = best
+        if best != self.choices[-1] and self._is_trial(running):
+            return self.choices[self.choices.index(best) + 1]
         return best
 
     def _is_trial(self, running: int) -> bool:
         if self._trial_steps:
             self._trial_steps -= 1
             return True
-        now = self._clock()
-        if now < self._next_trial:
+        if self._worked < self._next_trial:
             return False
-        steps = -(-TRIAL_BLOCKS // running)
-        self._trial_steps = steps - 1
-        self._next_trial = now + steps * self._seconds(self.choices[-1], running) / TRIAL_SHARE
+        self._trial_steps = _trial_steps(running) - 1
+        self._next_trial = self._worked + self._trial_seconds(running) / TRIAL_SHARE
         return True
+
+    def _trial_seconds(self, running: int) -> float:
+        return _trial_steps(running) * self._seconds(self.choices[-1], running)
 
     def observe_acceptance(self, proposed: int, accepted: int) -> None:
         """What became of the drafts of one request in one step."""
@@ -93,6 +89,7 @@ class DraftLength:
 
     def observe_verify(self, requests: int, length: int, seconds: float) -> None:
         """How long a verify step took."""
+        self._worked += seconds
         _observe(self._verify[length], requests, seconds)
 
     def observe_draft(self, requests: int, seconds: float) -> None:
@@ -120,6 +117,10 @@ class DraftLength:
         step = _cost(verify, group)
         # Either the Verifier is never idle, or every group waits for its own drafts.
         return max(groups * step, step + _cost(self._draft, group))
+
+
+def _trial_steps(running: int) -> int:
+    return -(-TRIAL_BLOCKS // running)
 
 
 def _cost(seconds: dict[int, float], requests: int) -> float:

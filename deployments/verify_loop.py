@@ -30,7 +30,7 @@ from dflash_core.statistics import AcceptanceStatistics
 
 logger = logging.getLogger("ray.serve")
 
-MIN_INJECTION = 32  # rows that are worth a step of a drafter that nobody asks for drafts
+MIN_INJECTION = 64  # rows that are worth a step of a drafter that nobody asks for drafts
 
 
 class VerifyLoop:

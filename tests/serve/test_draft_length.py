@@ -27,7 +27,7 @@ class Server:
         self.now = 0.0
         self.costs = costs
         self.chance = random.Random(0)
-        self.length = DraftLength(LENGTHS, believed or costs, groups, clock=lambda: self.now)
+        self.length = DraftLength(LENGTHS, believed or costs, groups)
         self.chosen: list[int] = []
         self.tokens = 0
 
@@ -82,6 +82,15 @@ def test_useless_drafts_are_given_up_and_tried_rarely() -> None:
     measured = server(CHEAP)
     measured.run(100, acceptance=0.02)
     assert share(measured.run(2000, acceptance=0.02), 0) > 0.95
+
+
+@pytest.mark.parametrize("running", [1, 8])
+def test_useless_drafts_cost_little_from_the_beginning_on(running: int) -> None:
+    measured, plain = server(DEAR), server(DEAR)
+    plain.length.choose = lambda _: 0
+    for each in (measured, plain):
+        each.run(1000, acceptance=0.0, running=running)
+    assert measured.tokens_per_second() > 0.97 * plain.tokens_per_second()
 
 
 def test_drafts_that_get_better_are_noticed() -> None:
