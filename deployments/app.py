@@ -12,6 +12,7 @@ from deployments.router import Router
 from deployments.specs import DrafterSpec, NeuronSpec, VerifierSpec
 from deployments.verifier import Verifier
 from dflash_core.checkpoint import (
+    check_access,
     load_drafter_config,
     load_sampling_defaults,
     load_target_config,
@@ -32,17 +33,21 @@ HEALTH_CHECK_PERIOD_S = 2.0  # what Serve lets pass before it replaces a replica
 def build(args: AppArgs) -> Application:
     """Router, Verifier and (with speculation) Drafter, wired together.
 
-    Checkpoints are resolved and the pair is validated here, so that a mistake in the file is
-    reported before any model is loaded.
+    Access to both repositories is checked, checkpoints are resolved and the pair is validated
+    here, so that a mistake in the file is reported before any model is loaded.
 
     Raises:
         CheckpointError, ConfigError, PairingError: naming the field, the values and the remedy.
         ResourcesMissing: the cluster has not what one replica of each model reserves.
     """
+    speculation = args.speculation
+    named = [(args.target.model, args.target.revision)]
+    if speculation is not None:
+        named.append((speculation.drafter, speculation.revision))
+    check_access(named)
     folder = resolve(args.target.model, revision=args.target.revision)
     target = load_target_config(folder)
     load_sampling_defaults(folder)  # the Router's; a mistake in them shows here
-    speculation = args.speculation
     drafter = None
     if speculation is not None:
         drafter = load_drafter_config(resolve(speculation.drafter, revision=speculation.revision))
