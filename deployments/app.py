@@ -27,6 +27,7 @@ MIN_CHANNEL_BYTES = 1 << 20
 MESSAGE_OVERHEAD_BYTES = 64 << 10
 LOGPROBS_BYTES = 512  # of one token with 20 alternatives, pickled
 CONTROL_CPUS = 0.1
+NXD_RUNNER = "dflash_core.nxd.drafter_runner:NxdDrafterRunner"
 HEALTH_CHECK_PERIOD_S = 2.0  # what Serve lets pass before it replaces a replica without workers
 
 
@@ -102,7 +103,7 @@ def build(args: AppArgs) -> Application:
         channel_bytes=channel_bytes(draft_shapes.max_draft_rows, row_bytes),
         target=args.target.model,
         target_revision=args.target.revision,
-        runner=speculation.runner,
+        runner=NXD_RUNNER if args.parallel == "nxd" else speculation.runner,
         slots_per_verifier=args.max_num_seqs,
         **rank_options(args, speculation),
     )
@@ -129,7 +130,9 @@ def rank_options(args: AppArgs, model: WorkerArgs) -> dict:
         "num_threads": model.num_threads,
         "cpus_per_rank": model.cpus_per_rank,
         "resources_per_rank": rank_resources(args, model),
-        "neuron": None if cores is None else NeuronSpec(cores, args.logical_nc_config),
+        "neuron": None
+        if cores is None
+        else NeuronSpec(cores, args.logical_nc_config, args.parallel),
     }
 
 
@@ -140,9 +143,12 @@ def rank_resources(args: AppArgs, model: WorkerArgs) -> dict[str, float]:
 
 
 def bundles(args: AppArgs, model: WorkerArgs) -> list[dict[str, float]]:
-    """One for the replica, one per rank."""
+    """One for the replica, one per process: of each rank, or of all ranks with `parallel: nxd`."""
     rank = {"CPU": model.cpus_per_rank, **rank_resources(args, model)}
-    return [{"CPU": CONTROL_CPUS}, *[rank] * model.tensor_parallel_size]
+    ranks = model.tensor_parallel_size
+    if args.parallel == "nxd":
+        return [{"CPU": CONTROL_CPUS}, {name: ranks * amount for name, amount in rank.items()}]
+    return [{"CPU": CONTROL_CPUS}, *[rank] * ranks]
 
 
 def replica_options(args: AppArgs, model: WorkerArgs) -> dict:
