@@ -12,6 +12,7 @@ from deployments.router import Router
 from deployments.specs import DrafterSpec, NeuronSpec, VerifierSpec
 from deployments.verifier import Verifier
 from dflash_core.checkpoint import (
+    check_access,
     load_drafter_config,
     load_sampling_defaults,
     load_target_config,
@@ -26,23 +27,28 @@ MIN_CHANNEL_BYTES = 1 << 20
 MESSAGE_OVERHEAD_BYTES = 64 << 10
 LOGPROBS_BYTES = 512  # of one token with 20 alternatives, pickled
 CONTROL_CPUS = 0.1
+NXD_RUNNER = "dflash_core.nxd.drafter_runner:NxdDrafterRunner"
 HEALTH_CHECK_PERIOD_S = 2.0  # what Serve lets pass before it replaces a replica without workers
 
 
 def build(args: AppArgs) -> Application:
     """Router, Verifier and (with speculation) Drafter, wired together.
 
-    Checkpoints are resolved and the pair is validated here, so that a mistake in the file is
-    reported before any model is loaded.
+    Access to both repositories is checked, checkpoints are resolved and the pair is validated
+    here, so that a mistake in the file is reported before any model is loaded.
 
     Raises:
         CheckpointError, ConfigError, PairingError: naming the field, the values and the remedy.
         ResourcesMissing: the cluster has not what one replica of each model reserves.
     """
+    speculation = args.speculation
+    named = [(args.target.model, args.target.revision)]
+    if speculation is not None:
+        named.append((speculation.drafter, speculation.revision))
+    check_access(named)
     folder = resolve(args.target.model, revision=args.target.revision)
     target = load_target_config(folder)
     load_sampling_defaults(folder)  # the Router's; a mistake in them shows here
-    speculation = args.speculation
     drafter = None
     if speculation is not None:
         drafter = load_drafter_config(resolve(speculation.drafter, revision=speculation.revision))
@@ -97,7 +103,7 @@ def build(args: AppArgs) -> Application:
         channel_bytes=channel_bytes(draft_shapes.max_draft_rows, row_bytes),
         target=args.target.model,
         target_revision=args.target.revision,
-        runner=speculation.runner,
+        runner=NXD_RUNNER if args.parallel == "nxd" else speculation.runner,
         slots_per_verifier=args.max_num_seqs,
         **rank_options(args, speculation),
     )
@@ -125,7 +131,9 @@ def rank_options(args: AppArgs, model: WorkerArgs) -> dict:
         "rank_cores": model.rank_cores(),
         "cpus_per_rank": model.cpus_per_rank,
         "resources_per_rank": rank_resources(args, model),
-        "neuron": None if cores is None else NeuronSpec(cores, args.logical_nc_config),
+        "neuron": None
+        if cores is None
+        else NeuronSpec(cores, args.logical_nc_config, args.parallel),
     }
 
 
@@ -136,9 +144,12 @@ def rank_resources(args: AppArgs, model: WorkerArgs) -> dict[str, float]:
 
 
 def bundles(args: AppArgs, model: WorkerArgs) -> list[dict[str, float]]:
-    """One for the replica, one per rank."""
+    """One for the replica, one per process: of each rank, or of all ranks with `parallel: nxd`."""
     rank = {"CPU": model.cpus_per_rank, **rank_resources(args, model)}
-    return [{"CPU": CONTROL_CPUS}, *[rank] * model.tensor_parallel_size]
+    ranks = model.tensor_parallel_size
+    if args.parallel == "nxd":
+        return [{"CPU": CONTROL_CPUS}, {name: ranks * amount for name, amount in rank.items()}]
+    return [{"CPU": CONTROL_CPUS}, *[rank] * ranks]
 
 
 def replica_options(args: AppArgs, model: WorkerArgs) -> dict:

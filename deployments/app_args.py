@@ -14,6 +14,8 @@ from dflash_core.shapes import StaticShapes, doublings
 
 Device = Literal["cpu", "cuda", "neuron"]
 Compiler = Literal["eager", "inductor"]
+Parallel = Literal["native", "nxd"]
+RUNNER = "dflash_core.drafter_runner:DrafterRunner"
 Dtype = Literal["bfloat16", "float16", "float32"]
 
 
@@ -92,9 +94,7 @@ class SpeculationArgs(WorkerArgs):
     pipeline_groups: int = Field(
         2, ge=1, le=2, description="2: verify one half of the requests while drafting the other"
     )
-    runner: str = Field(
-        "dflash_core.drafter_runner:DrafterRunner", description="class that drafts, module:Class"
-    )
+    runner: str = Field(RUNNER, description="class that drafts, module:Class")
 
 
 class AppArgs(Strict):
@@ -104,6 +104,10 @@ class AppArgs(Strict):
     speculation: SpeculationArgs | None = Field(None, description="null: the plain baseline")
     served_model_name: str | None = Field(None, description="default: the target's name")
     device: Device = "cpu"
+    parallel: Parallel = Field(
+        "native",
+        description="device neuron: native torch-neuronx, or neuronx-distributed on PyTorch/XLA",
+    )
     logical_nc_config: Literal[1, 2] = Field(
         2, description="device neuron: physical NeuronCores per logical one, as on the node (LNC)"
     )
@@ -169,6 +173,8 @@ class AppArgs(Strict):
                 "device is neuron, but all_greedy is false: sampling is not among the graphs that "
                 "are compiled for Trainium; set all_greedy: true"
             )
+        if self.parallel == "nxd":
+            self._check_nxd()
         target, drafter = maps["target"], maps.get("speculation")
         if target is not None and drafter is not None:
             try:
@@ -176,6 +182,18 @@ class AppArgs(Strict):
             except NeuronError as error:
                 raise ValueError(str(error)) from error
         return self
+
+    def _check_nxd(self) -> None:
+        if self.device != "neuron":
+            raise ValueError(
+                f"parallel is nxd, but device is {self.device}: neuronx-distributed runs on "
+                "Trainium alone; set device: neuron, or parallel: native"
+            )
+        if self.speculation is not None and self.speculation.runner != RUNNER:
+            raise ValueError(
+                f"parallel is nxd, but speculation.runner is {self.speculation.runner}; with nxd "
+                "there is one class that drafts, so leave runner out, or set parallel: native"
+            )
 
     @property
     def num_drafts(self) -> int:

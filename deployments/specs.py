@@ -15,10 +15,12 @@ class NeuronSpec:
     Attributes:
         cores: the logical NeuronCores that its replicas may use.
         logical_nc_config: physical cores per logical one (LNC).
+        parallel: "native", one process per rank, or "nxd", one process for all ranks of a replica.
     """
 
     cores: CoreMap
     logical_nc_config: int
+    parallel: str = "native"
 
 
 @dataclass(frozen=True)
@@ -31,7 +33,7 @@ class ModelSpec:
         dtype, device: names, e.g. "bfloat16", "cpu".
         compile: "eager" or "inductor", see `dflash_core.runtime.set_compiler`.
         shapes: static shapes of this model.
-        tensor_parallel_size: ranks, one process each.
+        tensor_parallel_size: ranks, one process each but with `parallel: nxd`.
         num_threads: compute threads per rank.
         rank_cores: for every rank the CPU cores that these are kept on; None = any.
         cpus_per_rank: Ray CPUs that a rank reserves.
@@ -53,6 +55,19 @@ class ModelSpec:
     resources_per_rank: dict[str, float]
     neuron: NeuronSpec | None
     channel_bytes: int
+
+    @property
+    def nxd(self) -> bool:
+        """Whether one process drives all ranks."""
+        return self.neuron is not None and self.neuron.parallel == "nxd"
+
+    @property
+    def ranks_per_process(self) -> int:
+        return self.tensor_parallel_size if self.nxd else 1
+
+    @property
+    def num_processes(self) -> int:
+        return self.tensor_parallel_size // self.ranks_per_process
 
 
 @dataclass(frozen=True)

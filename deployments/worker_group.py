@@ -14,8 +14,9 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 from deployments.specs import ModelSpec
 from dflash_core.gguf import cache_root
 from dflash_core.neuron.claims import claim_group
-from dflash_core.neuron.environment import rank_environment
+from dflash_core.neuron.environment import group_environment, rank_environment
 from dflash_core.neuron.installation import check_node
+from dflash_core.nxd.installation import check_node as check_nxd_node
 from dflash_core.runtime import open_store
 
 logger = logging.getLogger("ray.serve")
@@ -27,7 +28,8 @@ GROUP_TIMEOUT_S = 30.0  # for the NeuronCores of a replica that is being replace
 
 
 class WorkerGroup:
-    """One actor per rank, in the bundles 1.. of the replica's placement group.
+    """One actor per rank (with `parallel: nxd` one for all), in the bundles 1.. of the replica's
+    placement group.
 
     Attributes:
         names: actor names in rank order; `ray.get_actor(name, namespace=NAMESPACE)` finds them.
@@ -57,24 +59,29 @@ class WorkerGroup:
             ray.exceptions.RayTaskError: what loading raised in a worker.
             NeuronError: no group of NeuronCores is free on this node, or it is not fit for them.
         """
-        names = [f"{owner}-rank{rank}" for rank in range(spec.tensor_parallel_size)]
+        names = [f"{owner}-rank{rank}" for rank in range(spec.num_processes)]
         store = open_store()
         held: list[Any] = [store]
-        cores: list[int | None] = [None] * spec.tensor_parallel_size
+        cores: list[int | None] = [None] * spec.num_processes
         if spec.neuron is not None:
             first, claim = await asyncio.to_thread(claim_group, spec.neuron.cores, GROUP_TIMEOUT_S)
             held.append(claim)
-            cores = list(spec.neuron.cores.group(first))
+            group = spec.neuron.cores.group(first)
+            cores = list(group[:: spec.ranks_per_process])  # the first one of each process
             # The workers look, too; but here it takes no eight processes to find out.
-            await asyncio.to_thread(check_node, cores, spec.neuron.logical_nc_config)
+            check = check_nxd_node if spec.nxd else check_node
+            await asyncio.to_thread(check, group, spec.neuron.logical_nc_config)
         placement_group = get_current_placement_group()
         workers = []
         for rank, (name, core) in enumerate(zip(names, cores, strict=True)):
             options = {
                 "name": name,
                 "namespace": NAMESPACE,
-                "num_cpus": spec.cpus_per_rank,
-                "resources": spec.resources_per_rank,
+                "num_cpus": spec.cpus_per_rank * spec.ranks_per_process,
+                "resources": {
+                    name: amount * spec.ranks_per_process
+                    for name, amount in spec.resources_per_rank.items()
+                },
                 "runtime_env": {"env_vars": worker_environment(spec, rank, core, store.port)},
             }
             if placement_group is not None:
@@ -122,6 +129,10 @@ def worker_environment(
     }
     if spec.neuron is None or core is None:
         return variables
+    if spec.nxd:
+        return variables | group_environment(
+            cores=spec.neuron.cores.group(core), logical_nc_config=spec.neuron.logical_nc_config
+        )
     return variables | rank_environment(
         rank=rank,
         size=spec.tensor_parallel_size,

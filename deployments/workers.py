@@ -22,6 +22,8 @@ from dflash_core.checkpoint import resolve
 from dflash_core.cpu.pinning import pin
 from dflash_core.messages import DraftPlan, DraftResult, VerifyPlan, VerifyResult
 from dflash_core.neuron.claims import claim_core
+from dflash_core.nxd.installation import open_cores
+from dflash_core.nxd.target_runner import NxdTargetRunner
 from dflash_core.parallel import TensorParallel
 from dflash_core.runtime import DTYPES, join_group, open_device, seal, set_compiler
 from dflash_core.target_runner import TargetRunner
@@ -45,7 +47,9 @@ class StuckStep(Exception):
 
 
 class Rank:
-    """What a rank of either model does besides its model's work."""
+    """What a rank of either model does besides its model's work. With `parallel: nxd` there is
+    one, which drives all of the model's cores, `core` and those that follow.
+    """
 
     def __init__(self, spec: ModelSpec, rank: int, core: int | None = None) -> None:
         self.spec = spec
@@ -78,19 +82,23 @@ class Rank:
 
     def _load(self, store_port: int) -> int:
         spec = self.spec
-        cores = spec.rank_cores[self.rank]
-        if cores is not None:
-            pin(cores)
-        if spec.neuron is None:
-            device = open_device(spec.device)
+        pinned = spec.rank_cores[self.rank : self.rank + spec.ranks_per_process]
+        if None not in pinned:
+            pin(frozenset().union(*pinned))
+        if spec.neuron is not None:
+            cores = range(self.core, self.core + spec.ranks_per_process)
+            self.claims = [claim_core(core, CORE_TIMEOUT_S) for core in cores]
+        if spec.nxd:
+            device = torch.device("cpu")  # of what goes in and comes out
+            tp = open_cores(cores, spec.neuron.logical_nc_config)
         else:
-            self.claim = claim_core(self.core, CORE_TIMEOUT_S)
-            device = open_device(
-                spec.device, core=self.core, logical_nc_config=spec.neuron.logical_nc_config
+            lnc = (
+                {} if spec.neuron is None else {"logical_nc_config": spec.neuron.logical_nc_config}
             )
-        tp = join_group(spec.device, self.rank, spec.tensor_parallel_size, store_port)
+            device = open_device(spec.device, core=self.core, **lnc)
+            tp = join_group(spec.device, self.rank, spec.tensor_parallel_size, store_port)
         set_compiler(spec.compile)
-        if spec.compile != "eager":
+        if spec.compile != "eager" or spec.neuron is not None:
             logging.basicConfig(level=logging.INFO)  # the warm-up takes minutes: show where it is
         self.runner = self.make_runner(tp, DTYPES[spec.dtype], device)
         self.runner.warm_up()
@@ -128,7 +136,8 @@ class VerifierRank(Rank):
     def make_runner(
         self, tp: TensorParallel, dtype: torch.dtype, device: torch.device
     ) -> TargetRunner:
-        return TargetRunner.load(
+        runner = NxdTargetRunner if self.spec.nxd else TargetRunner
+        return runner.load(
             resolve(self.spec.model, revision=self.spec.revision),
             self.spec.shapes,
             tapped_layers=self.spec.tapped_layers,

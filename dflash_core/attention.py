@@ -16,7 +16,7 @@ from dflash_core.config import DrafterConfig, TargetConfig
 from dflash_core.cpu.rounding import MIN_ATTENTION_ROWS, rounding_differs
 from dflash_core.kv_cache import KVCache
 from dflash_core.norm import RMSNorm
-from dflash_core.parallel import ColumnParallelLinear, RowParallelLinear, TensorParallel
+from dflash_core.parallel import TensorParallel
 from dflash_core.rope import RotaryEmbedding, rotate
 
 
@@ -72,12 +72,14 @@ class Attention(nn.Module):
         q_size = config.num_heads * config.head_dim
         kv_size = config.num_kv_heads * config.head_dim
         bias, kv_heads = config.attention_bias, config.num_kv_heads
-        self.q_proj = ColumnParallelLinear(config.hidden_size, q_size, bias, tp=tp)
+        self.q_proj = tp.layers.ColumnParallelLinear(config.hidden_size, q_size, bias, tp=tp)
         self.k_proj, self.v_proj = (
-            ColumnParallelLinear(config.hidden_size, kv_size, bias, tp=tp, shards=kv_heads)
+            tp.layers.ColumnParallelLinear(
+                config.hidden_size, kv_size, bias, tp=tp, shards=kv_heads
+            )
             for _ in range(2)
         )
-        self.o_proj = RowParallelLinear(q_size, config.hidden_size, bias, tp=tp)
+        self.o_proj = tp.layers.RowParallelLinear(q_size, config.hidden_size, bias, tp=tp)
         eps = config.rms_norm_eps
         self.q_norm = RMSNorm(config.head_dim, eps) if qk_norm else None
         self.k_norm = RMSNorm(config.head_dim, eps) if qk_norm else None

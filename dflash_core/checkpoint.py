@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +26,7 @@ __all__ = [
     "Checkpoint",
     "CheckpointError",
     "ConfigError",
+    "check_access",
     "load_drafter_config",
     "load_target_config",
     "resolve",
@@ -48,10 +49,45 @@ def resolve(model: str, *, revision: str | None = None) -> Path:
     Raises:
         CheckpointError: the model is not there or not reachable; the message says what to do.
     """
+    local = _local(model)
+    if local is None:
+        return hub.download(model, revision)
+    return gguf.converted(local) if local.is_file() else local
+
+
+def check_access(models: Sequence[tuple[str, str | None]]) -> None:
+    """Make sure that all of these can be had before a byte of weights is fetched for any of them.
+
+    Args:
+        models: names and revisions, as for `resolve`.
+
+    Raises:
+        CheckpointError: for more than one model, with a line for each: its remedy, or that it is
+            accessible.
+    """
+    lines, failures = [], []
+    for model, revision in models:
+        try:
+            if _local(model) is None:
+                hub.check_access(model, revision)
+            lines.append(f"{model}: accessible")
+        except CheckpointError as error:
+            lines.append(str(error))
+            failures.append(error)
+    if not failures:
+        return
+    if len(models) == 1:
+        raise failures[0]
+    summary = f"{len(failures)} of {len(models)} models cannot be used:"
+    raise CheckpointError("\n  ".join([summary, *lines])) from failures[0]
+
+
+def _local(model: str) -> Path | None:
+    """The folder or GGUF file that a name stands for; None for a hub id. Raises CheckpointError."""
     if model.startswith(package.SCHEME):
         folder = package.find(model)
         if folder.is_file():
-            return gguf.converted(folder)
+            return folder
     else:
         folder = Path(model).expanduser()
     if model and folder.is_dir():
@@ -63,7 +99,7 @@ def resolve(model: str, *, revision: str | None = None) -> Path:
             f"{model}: no such folder. A model is a folder with config.json and *.safetensors, a "
             f"hub id like meta-llama/Llama-3.1-8B-Instruct, or {package.SCHEME}module/file.gguf"
         )
-    return hub.download(model, revision)
+    return None
 
 
 class Checkpoint:

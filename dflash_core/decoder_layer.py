@@ -12,12 +12,7 @@ from dflash_core.attention import Attention, AttentionInputs
 from dflash_core.config import DrafterConfig, TargetConfig
 from dflash_core.kv_cache import KVCache
 from dflash_core.norm import RMSNorm
-from dflash_core.parallel import (
-    SINGLE,
-    ColumnParallelLinear,
-    RowParallelLinear,
-    TensorParallel,
-)
+from dflash_core.parallel import SINGLE, TensorParallel
 
 
 class SwiGLU(nn.Module):
@@ -27,9 +22,9 @@ class SwiGLU(nn.Module):
         self, hidden_size: int, intermediate_size: int, bias: bool, tp: TensorParallel = SINGLE
     ) -> None:
         super().__init__()
-        self.gate_proj = ColumnParallelLinear(hidden_size, intermediate_size, bias, tp=tp)
-        self.up_proj = ColumnParallelLinear(hidden_size, intermediate_size, bias, tp=tp)
-        self.down_proj = RowParallelLinear(intermediate_size, hidden_size, bias, tp=tp)
+        self.gate_proj = tp.layers.ColumnParallelLinear(hidden_size, intermediate_size, bias, tp=tp)
+        self.up_proj = tp.layers.ColumnParallelLinear(hidden_size, intermediate_size, bias, tp=tp)
+        self.down_proj = tp.layers.RowParallelLinear(intermediate_size, hidden_size, bias, tp=tp)
 
     def forward(self, x: Tensor) -> Tensor:
         return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))

@@ -28,12 +28,7 @@ from dflash_core.cpu.packing import (
 from dflash_core.decoder_layer import DecoderLayer
 from dflash_core.kv_cache import KVCache
 from dflash_core.norm import RMSNorm
-from dflash_core.parallel import (
-    SINGLE,
-    ColumnParallelLinear,
-    TensorParallel,
-    VocabParallelEmbedding,
-)
+from dflash_core.parallel import SINGLE, TensorParallel
 from dflash_core.rope import RotaryEmbedding
 
 
@@ -153,11 +148,11 @@ class TargetVocabulary(nn.Module):
         tp: TensorParallel = SINGLE,
     ) -> None:
         super().__init__()
-        self.embed_tokens = VocabParallelEmbedding(vocab_size, hidden_size, tp=tp)
+        self.embed_tokens = tp.layers.VocabParallelEmbedding(vocab_size, hidden_size, tp=tp)
         if tie_word_embeddings:
             self.lm_head = None
         else:
-            self.lm_head = ColumnParallelLinear(hidden_size, vocab_size, tp=tp)
+            self.lm_head = tp.layers.ColumnParallelLinear(hidden_size, vocab_size, tp=tp)
         self.packed_head: kernels.Weight | None = None
 
     def pack(self) -> None:

@@ -49,6 +49,7 @@ class DrafterRunner:
         self.model = model
         self.vocabulary = vocabulary
         self.config: DrafterConfig = model.config
+        self.feature_size = model.feature_size
         self.shapes = shapes
         self.dtype = dtype
         self.device = device
@@ -62,6 +63,7 @@ class DrafterRunner:
             dtype=dtype,
             device=device,
         )
+        self.scratch_slot = self.cache.scratch_slot
         self.inject_step = compile_step(InjectStep(model, self.cache), device)
         self.step = compile_step(
             DraftStep(model, vocabulary, self.cache, shapes.num_drafts, tp), device
@@ -82,23 +84,13 @@ class DrafterRunner:
 
         Raises CheckpointError or ConfigError.
         """
-        config = load_drafter_config(folder)
-        target = load_target_config(target_folder)
-        model = build(
-            lambda: DFlashDrafter(config, max_model_len=shapes.max_model_len, tp=tp),
-            Checkpoint(folder),
+        model, vocabulary = load_drafter(
+            folder,
+            target_folder,
+            max_model_len=shapes.max_model_len,
             dtype=dtype,
             device=device,
-        )
-        vocabulary = build(
-            lambda: TargetVocabulary(
-                target.vocab_size, target.hidden_size, target.tie_word_embeddings, tp
-            ),
-            Checkpoint(target_folder),
-            dtype=dtype,
-            device=device,
-            prefix="model.",
-            partial=True,
+            tp=tp,
         )
         if tp.size == 1 and kernels.usable(dtype, device) and not compiled(device):
             model.pack()
@@ -126,7 +118,7 @@ class DrafterRunner:
             drafts_BK = self.step(
                 *self._rows(plan if rows else None, own_rows),
                 self._padded(plan.tokens, batch, 0),
-                self._padded(plan.slots, batch, self.cache.scratch_slot),
+                self._padded(plan.slots, batch, self.scratch_slot),
                 self._padded(plan.starts, batch, 0),
                 self._padded(plan.context_starts, batch, 0),
                 bucket(self.shapes.context_buckets, max(1, int(plan.starts.max()))),
@@ -136,7 +128,7 @@ class DrafterRunner:
 
     def warm_up(self) -> None:
         """Run every shape once, on the scratch slot."""
-        width = self.model.feature_size
+        width = self.feature_size
         dtype = str(self.dtype).removeprefix("torch.")
         for shape in inject_shapes(self.shapes):
             data = np.zeros(shape.rows * width * self.dtype.itemsize, dtype=np.uint8)
@@ -150,15 +142,15 @@ class DrafterRunner:
 
     def _check(self, features: Features) -> None:
         dtype = str(self.dtype).removeprefix("torch.")
-        if features.width != self.model.feature_size or features.dtype != dtype:
+        if features.width != self.feature_size or features.dtype != dtype:
             raise ValueError(
                 f"features are [{features.rows}, {features.width}] {features.dtype}; this drafter "
-                f"takes width {self.model.feature_size} and {self.dtype}"
+                f"takes width {self.feature_size} and {self.dtype}"
             )
 
     def _rows(self, plan: DraftPlan | None, padded: int) -> tuple[torch.Tensor, ...]:
         """Features, slots and positions of the plan's rows (None: of none), padded."""
-        host_RF = torch.zeros((padded, self.model.feature_size), dtype=self.dtype)
+        host_RF = torch.zeros((padded, self.feature_size), dtype=self.dtype)
         slots = positions = np.zeros(0, dtype=np.int32)
         if plan is not None:
             slots, positions, data = plan.row_slots, plan.row_positions, plan.features.data
@@ -167,7 +159,7 @@ class DrafterRunner:
             host_RF.view(torch.uint8).view(-1).numpy()[: data.nbytes] = data
         return (
             host_RF.to(self.device),
-            self._padded(slots, padded, self.cache.scratch_slot),
+            self._padded(slots, padded, self.scratch_slot),
             self._padded(positions, padded, 0),
         )
 
@@ -175,3 +167,37 @@ class DrafterRunner:
         padded = np.full(length, fill, dtype=np.int32)
         padded[: len(values)] = values
         return torch.from_numpy(padded).to(self.device)
+
+
+def load_drafter(
+    folder: Path,
+    target_folder: Path,
+    *,
+    max_model_len: int,
+    dtype: torch.dtype,
+    device: torch.device,
+    tp: TensorParallel,
+) -> tuple[DFlashDrafter, TargetVocabulary]:
+    """This rank's share of a drafter, and of the embedding and head of its target.
+
+    Raises CheckpointError or ConfigError.
+    """
+    config = load_drafter_config(folder)
+    target = load_target_config(target_folder)
+    model = build(
+        lambda: DFlashDrafter(config, max_model_len=max_model_len, tp=tp),
+        Checkpoint(folder),
+        dtype=dtype,
+        device=device,
+    )
+    vocabulary = build(
+        lambda: TargetVocabulary(
+            target.vocab_size, target.hidden_size, target.tie_word_embeddings, tp
+        ),
+        Checkpoint(target_folder),
+        dtype=dtype,
+        device=device,
+        prefix="model.",
+        partial=True,
+    )
+    return model, vocabulary

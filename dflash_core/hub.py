@@ -5,6 +5,8 @@ Only data files are fetched (JSON, safetensors, tokenizer files), never code or 
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import huggingface_hub
@@ -21,16 +23,39 @@ def download(model: str, revision: str | None = None) -> Path:
 
     Credentials come from HF_TOKEN or `hf auth login`. Raises CheckpointError.
     """
-    try:
-        folder = huggingface_hub.snapshot_download(
-            model, revision=revision, allow_patterns=list(ALLOWED), ignore_patterns=list(IGNORED)
+    with _advice(model, revision):
+        return Path(
+            huggingface_hub.snapshot_download(
+                model,
+                revision=revision,
+                allow_patterns=list(ALLOWED),
+                ignore_patterns=list(IGNORED),
+            )
         )
+
+
+def check_access(model: str, revision: str | None = None) -> None:
+    """Fetch a hub id's config.json and nothing else: whoever may read it may read the weights.
+
+    Raises CheckpointError.
+    """
+    with _advice(model, revision):
+        huggingface_hub.hf_hub_download(model, "config.json", revision=revision)
+
+
+@contextmanager
+def _advice(model: str, revision: str | None) -> Iterator[None]:
+    """Turns what the hub client raises into a CheckpointError that says what to do."""
+    try:
+        yield
     except errors.GatedRepoError as error:
         raise CheckpointError(_gated(model)) from error
     except errors.RevisionNotFoundError as error:
         raise CheckpointError(
             f"{model}: the hub has no revision {revision!r} of it; check the branch, tag or commit"
         ) from error
+    except errors.RemoteEntryNotFoundError as error:
+        raise CheckpointError(f"{model}: has no config.json, so this is no checkpoint") from error
     except errors.IncompleteSnapshotError as error:
         raise CheckpointError(
             f"{model}: the download was interrupted earlier and the hub cannot be reached now to "
@@ -40,7 +65,6 @@ def download(model: str, revision: str | None = None) -> Path:
         raise CheckpointError(_unavailable(model, error)) from error
     except (errors.HFValidationError, OSError) as error:
         raise CheckpointError(f"{model}: cannot be downloaded: {error}") from error
-    return Path(folder)
 
 
 def _unavailable(model: str, error: BaseException) -> str:

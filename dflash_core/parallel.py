@@ -1,4 +1,4 @@
-"""Tensor parallelism: one process per rank, Megatron-style column/row-parallel layers.
+"""Tensor parallelism: Megatron-style column/row-parallel layers, one process per rank.
 
 A layer holds only its rank's slice. Each parameter carries a `Shard` that says which slice of the
 checkpoint tensor it is, so the loader reads nothing else. Collectives are the functional ones of
@@ -9,7 +9,9 @@ Shape legend: B batch, L block length, H hidden, V vocabulary, Vr vocabulary sli
 
 from __future__ import annotations
 
+import sys
 from dataclasses import dataclass
+from types import ModuleType
 
 import torch
 import torch.distributed as dist
@@ -34,6 +36,12 @@ class TensorParallel:
             raise ValueError(f"rank {self.rank} is outside a group of size {self.size}")
         if self.size > 1 and self.group is None:
             raise ValueError(f"a group of size {self.size} needs a process group")
+
+    @property
+    def layers(self) -> ModuleType:
+        """Where models take their parallel layers from: this module. (`dflash_core.nxd` has its
+        own, of the same names and constructor arguments.)"""
+        return sys.modules[__name__]
 
     def all_reduce(self, x: Tensor) -> Tensor:
         """Sum of `x` over the ranks (any shape)."""

@@ -20,12 +20,7 @@ from dflash_core.cpu.rounding import attention_length
 from dflash_core.decoder_layer import DecoderLayer
 from dflash_core.kv_cache import KVCache
 from dflash_core.norm import RMSNorm
-from dflash_core.parallel import (
-    SINGLE,
-    ColumnParallelLinear,
-    TensorParallel,
-    VocabParallelEmbedding,
-)
+from dflash_core.parallel import SINGLE, TensorParallel
 from dflash_core.rope import RotaryEmbedding
 
 
@@ -52,7 +47,9 @@ class LlamaTarget(nn.Module):
         self.config = config
         self.tp = tp
         self.tapped_layers = tapped_layers
-        self.embed_tokens = VocabParallelEmbedding(config.vocab_size, config.hidden_size, tp=tp)
+        self.embed_tokens = tp.layers.VocabParallelEmbedding(
+            config.vocab_size, config.hidden_size, tp=tp
+        )
         self.layers = nn.ModuleList(
             DecoderLayer(config, layer, tp, mlp_bias=config.mlp_bias)
             for layer in range(config.num_layers)
@@ -63,7 +60,9 @@ class LlamaTarget(nn.Module):
         if config.tie_word_embeddings:
             self.lm_head = None
         else:
-            self.lm_head = ColumnParallelLinear(config.hidden_size, config.vocab_size, tp=tp)
+            self.lm_head = tp.layers.ColumnParallelLinear(
+                config.hidden_size, config.vocab_size, tp=tp
+            )
         self.num_kv_heads = self.layers[0].self_attn.num_kv_heads
         self.heads_per_group = self.layers[0].self_attn.heads_per_group
         self.packed_layers: kernels.Decoder | None = None

@@ -60,6 +60,7 @@ class TargetRunner:
             dtype=dtype,
             device=device,
         )
+        self.scratch_slot = self.cache.scratch_slot
         plain = TargetStep(model, self.cache), PrefillStep(model, self.cache)
         self.step, self.prefill_step = (compile_step(step, device) for step in plain)
         # The sampler looks at as many candidates as the logits call for: no static graph.
@@ -77,17 +78,13 @@ class TargetRunner:
         tp: TensorParallel = SINGLE,
     ) -> TargetRunner:
         """Load a checkpoint folder. Raises CheckpointError or ConfigError."""
-        config = load_target_config(folder)
-        tied = frozenset({"lm_head.weight"}) if config.tie_word_embeddings else frozenset()
-        model = build(
-            lambda: LlamaTarget(
-                config, max_model_len=shapes.max_model_len, tapped_layers=tapped_layers, tp=tp
-            ),
-            Checkpoint(folder),
+        model = load_target(
+            folder,
+            max_model_len=shapes.max_model_len,
+            tapped_layers=tapped_layers,
             dtype=dtype,
             device=device,
-            prefix="model.",
-            unused=tied,
+            tp=tp,
         )
         if tp.size == 1 and kernels.usable(dtype, device) and not compiled(device):
             model.pack()
@@ -151,7 +148,7 @@ class TargetRunner:
         if self.careful:
             length = max(length, -(-MIN_PRODUCT_ROWS // batch))
         tokens = np.zeros((batch, length), dtype=np.int32)
-        slots = np.full(batch, self.cache.scratch_slot, dtype=np.int32)
+        slots = np.full(batch, self.scratch_slot, dtype=np.int32)
         starts = np.zeros(batch, dtype=np.int32)
         lengths = np.ones(batch, dtype=np.int32)
         tokens[:sequences, : plan.tokens.shape[1]] = plan.tokens
@@ -169,3 +166,27 @@ class TargetRunner:
         packed = torch.cat(rows).contiguous().cpu()
         data = packed.view(torch.uint8).reshape(-1).numpy()
         return Features(data, len(packed), width, str(self.dtype).removeprefix("torch."))
+
+
+def load_target(
+    folder: Path,
+    *,
+    max_model_len: int,
+    tapped_layers: tuple[int, ...],
+    dtype: torch.dtype,
+    device: torch.device,
+    tp: TensorParallel,
+) -> LlamaTarget:
+    """This rank's share of a checkpoint folder. Raises CheckpointError or ConfigError."""
+    config = load_target_config(folder)
+    tied = frozenset({"lm_head.weight"}) if config.tie_word_embeddings else frozenset()
+    return build(
+        lambda: LlamaTarget(
+            config, max_model_len=max_model_len, tapped_layers=tapped_layers, tp=tp
+        ),
+        Checkpoint(folder),
+        dtype=dtype,
+        device=device,
+        prefix="model.",
+        unused=tied,
+    )

@@ -16,6 +16,22 @@ HOST = "127.0.0.1"  # the ranks of a model are on one node
 ROOT_COMM_ID = "NEURON_RT_ROOT_COMM_ID"
 
 
+def group_environment(*, cores: range, logical_nc_config: int) -> dict[str, str]:
+    """Variables for the one process that drives all of a model's cores (`parallel: nxd`)."""
+    return {
+        "NEURON_RT_VISIBLE_CORES": visible_cores(cores),
+        "NEURON_RT_NUM_CORES": str(len(cores)),
+        "NEURON_LOGICAL_NC_CONFIG": str(logical_nc_config),
+        # Ray would put the numbers of whichever cores it counted into NEURON_RT_VISIBLE_CORES.
+        "RAY_EXPERIMENTAL_NOSET_NEURON_RT_VISIBLE_CORES": "1",
+    }
+
+
+def visible_cores(cores: range) -> str:
+    """As the Neuron runtime takes it: "0-7", or "8"."""
+    return str(cores[0]) if len(cores) == 1 else f"{cores[0]}-{cores[-1]}"
+
+
 def rank_environment(
     *, rank: int, size: int, core: int, store_port: int, logical_nc_config: int, cache: Path
 ) -> dict[str, str]:

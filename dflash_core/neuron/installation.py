@@ -41,7 +41,7 @@ def check(core: int, logical_nc_config: int) -> None:
         NeuronError: what was found and what to do.
     """
     check_node([core], logical_nc_config)
-    check_environment(os.environ, core, logical_nc_config)
+    check_environment(os.environ, str(core), logical_nc_config)
 
 
 def check_node(cores: Iterable[int], logical_nc_config: int) -> None:
@@ -59,30 +59,39 @@ def check_package() -> None:
             f"device is neuron, but {PACKAGE} is not installed for {sys.executable}; {REMEDY}"
         ) from None
     version = distribution.version
-    if any(re.match(r"torch[-_]xla\b", item) for item in distribution.requires or []):
+    if needs_xla(distribution):
         raise NeuronError(
             f"{PACKAGE} {version} is the PyTorch/XLA one (it requires torch-xla); this server runs "
-            f"on the native one, whose torch device is 'neuron'; {REMEDY}"
+            f"on the native one, whose torch device is 'neuron'; {REMEDY}, or parallel: nxd"
         )
-    if _numbers(version)[:3] < OLDEST:
+    if numbers(version)[:3] < OLDEST:
         raise NeuronError(
             f"{PACKAGE} {version} is older than {'.'.join(map(str, OLDEST))}, the first release "
             f"with the native backend that this server was written for; {REMEDY}"
         )
     torch_version = metadata.version("torch")
-    if _numbers(torch_version)[:2] != _numbers(version)[:2]:
+    if numbers(torch_version)[:2] != numbers(version)[:2]:
         raise NeuronError(
             f"{PACKAGE} {version} does not belong to torch {torch_version}: the first two numbers "
             "must agree; install both for the same release, in one pip command"
         )
 
 
-def check_environment(environment: Mapping[str, str], core: int, logical_nc_config: int) -> None:
-    """The variables that the runtime will read say what was meant. Raises NeuronError."""
+def needs_xla(distribution: metadata.Distribution) -> bool:
+    """Whether a torch-neuronx is the PyTorch/XLA one."""
+    return any(re.match(r"torch[-_]xla\b", item) for item in distribution.requires or [])
+
+
+def check_environment(environment: Mapping[str, str], given: str, logical_nc_config: int) -> None:
+    """The variables that the runtime will read say what was meant. Raises NeuronError.
+
+    Args:
+        given: the logical NeuronCore of this process, or the range of them.
+    """
     visible = environment.get("NEURON_RT_VISIBLE_CORES")
-    if visible != str(core):
+    if visible != given:
         raise NeuronError(
-            f"NEURON_RT_VISIBLE_CORES is {visible!r} in a worker that was given core {core}; "
+            f"NEURON_RT_VISIBLE_CORES is {visible!r} in a worker that was given core {given}; "
             "something on this node overwrites it (Ray does where "
             "RAY_EXPERIMENTAL_NOSET_NEURON_RT_VISIBLE_CORES is not 1)"
         )
@@ -161,7 +170,7 @@ def _brief(cores: list[int]) -> str:
     return f"cores {', '.join(map(str, cores))}"
 
 
-def _numbers(version: str) -> tuple[int, ...]:
+def numbers(version: str) -> tuple[int, ...]:
     """The leading numbers of a version: "2.13.3.0.1278+abc" -> (2, 13, 3, 0, 1278)."""
     numbers: list[int] = []
     for part in re.split(r"[.+]", version):

@@ -16,6 +16,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import pytest
+import yaml
 
 from tests.tiny import write_target
 
@@ -97,24 +98,51 @@ def hub(target):
     thread.join()
 
 
-def check(home: Path, port: int, *models: str, offline: bool = False) -> tuple[int, list[str]]:
-    """`python -m dflash_core.checkpoint MODEL...`, its exit status and its lines."""
+def hub_environment(home: Path, port: int, *, offline: bool = False) -> dict[str, str]:
     environment = {name: value for name, value in os.environ.items() if "proxy" not in name.lower()}
-    environment |= {
+    return environment | {
         "HF_ENDPOINT": f"http://127.0.0.1:{port}",
         "HF_HOME": str(home),
         "HF_HUB_OFFLINE": str(int(offline)),
         "HF_HUB_DISABLE_PROGRESS_BARS": "1",
     }
+
+
+def check(home: Path, port: int, *models: str, offline: bool = False) -> tuple[int, list[str]]:
+    """`python -m dflash_core.checkpoint MODEL...`, its exit status and its lines."""
     done = subprocess.run(
         [sys.executable, "-m", "dflash_core.checkpoint", *models],
         cwd=ROOT,
-        env=environment,
+        env=hub_environment(home, port, offline=offline),
         capture_output=True,
         text=True,
         timeout=120,
     )
     return done.returncode, done.stdout.splitlines()
+
+
+def start(home: Path, port: int, config: Path) -> tuple[int, str]:
+    """`python -m deployments.serve CONFIG` with this hub: its exit status and its errors."""
+    done = subprocess.run(
+        [sys.executable, "-m", "deployments.serve", str(config)],
+        cwd=ROOT,
+        env=hub_environment(home, port),
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    return done.returncode, done.stderr
+
+
+def baseline_or_pair(folder: Path, target: str, drafter: str | None) -> Path:
+    args: dict[str, object] = {"target": {"model": target}}
+    if drafter is not None:
+        args["speculation"] = {"drafter": drafter, "num_speculative_tokens": 3}
+    application = {"name": "dflash", "route_prefix": "/"}
+    application |= {"import_path": "deployments.app:build", "args": args}
+    config = folder / "config.yaml"
+    config.write_text(yaml.safe_dump({"applications": [application], "http_options": {"port": 0}}))
+    return config
 
 
 def test_a_reachable_model_is_fetched_without_code_and_pickles(hub, target, tmp_path):
@@ -159,3 +187,36 @@ def test_each_refusal_says_what_to_do(hub, target, tmp_path):
     for line, (model, message) in zip(lines[1:], expected.items(), strict=True):
         assert line.startswith(f"FAIL  {model}: ")
         assert re.search(message, line), line
+
+
+GATED = r"licensed/model: access refused.*accept its licence.*HF_TOKEN"
+UNKNOWN = r"unknown/model: the hub answered 404: there is no such model; check the spelling"
+
+
+@pytest.mark.parametrize(
+    ("models", "message"),
+    [
+        (
+            ("open/model", "licensed/model"),
+            rf"1 of 2 models cannot be used:\n  open/model: accessible\n  {GATED}",
+        ),
+        (
+            ("licensed/model", "open/model"),
+            rf"1 of 2 models cannot be used:\n  {GATED}.*\n  open/model: accessible",
+        ),
+        (
+            ("licensed/model", "unknown/model"),
+            rf"2 of 2 models cannot be used:\n  {GATED}.*\n  {UNKNOWN}",
+        ),
+        (("licensed/model", None), rf"config.yaml: {GATED}"),
+    ],
+    ids=["drafter", "target", "both", "baseline"],
+)
+def test_a_start_names_every_model_that_cannot_be_had_before_it_fetches_weights(
+    hub, tmp_path, models, message
+):
+    status, errors = start(tmp_path / "hf", hub.server_port, baseline_or_pair(tmp_path, *models))
+    assert status == 1
+    assert re.search(message, errors), errors
+    asked = {path for path in hub.RequestHandlerClass.requested if "/resolve/" in path}
+    assert all(path.endswith("/config.json") for path in asked), asked

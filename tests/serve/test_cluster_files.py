@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import tomllib
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +34,16 @@ def fits(args: AppArgs, node: dict[str, float]) -> None:
     assert missing([[{"CPU": CONTROL_CPUS}], *models], [node]) is None
 
 
+def test_the_requirements_for_pytorch_xla_are_the_project_s_but_torch_and_numpy() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    lines = (ROOT / "cluster/nxd-requirements.txt").read_text(encoding="utf-8").splitlines()
+    brought = [line for line in project["dependencies"] if line.startswith(("torch==", "numpy=="))]
+    assert len(brought) == 2
+    assert [line for line in lines if not line.startswith("#")] == [
+        line for line in project["dependencies"] if line not in brought
+    ]
+
+
 def test_ray_up_accepts_the_cluster_of_one_node(trn2: dict[str, Any]) -> None:
     config = prepare_config(load("cluster/trn2-cluster.yaml"))
     validate_config(config)
@@ -59,6 +70,18 @@ class TestRayService:
         assert application["args"].pop("cluster_wait_s") > 0
         assert application == expected
         assert deployed["http_options"]["port"] == trn2["http_options"]["port"]
+
+    def test_its_fields_are_those_of_kuberay(self, service: dict[str, Any]) -> None:
+        """RayServiceSpec, RayClusterSpec and HeadGroupSpec of KubeRay's `ray.io/v1`: an API server
+        drops a field that it does not know, without a word."""
+        spec = service["spec"]
+        cluster = spec["rayClusterConfig"]
+        head = cluster["headGroupSpec"]
+        assert (service["apiVersion"], service["kind"]) == ("ray.io/v1", "RayService")
+        assert spec.keys() == {"serveConfigV2", "rayClusterConfig"}
+        assert cluster.keys() == {"rayVersion", "headGroupSpec"}
+        assert head.keys() == {"rayStartParams", "template"}
+        assert all(isinstance(value, str) for value in head["rayStartParams"].values())
 
     def test_ray_has_as_many_cores_as_the_pod_has_chips(
         self, service: dict[str, Any], pod: dict[str, Any], trn2: dict[str, Any]

@@ -63,7 +63,9 @@ class Replica:
 
     async def start(self, spec: ModelSpec, owner: str) -> list[dict[str, Any]]:
         worker_group.GROUP_TIMEOUT_S = 1.0
-        worker_group.check_node = lambda cores, logical_nc_config: None  # here it is no such node
+        # Here it is no such node.
+        worker_group.check_node = lambda cores, logical_nc_config: None
+        worker_group.check_nxd_node = worker_group.check_node
         self.group = await WorkerGroup.start(Probe, spec, owner)
         return await asyncio.gather(
             *(
@@ -86,8 +88,8 @@ def args(**changes: Any) -> AppArgs:
     )
 
 
-def spec_of(part: str) -> ModelSpec:
-    made = args()
+def spec_of(part: str, **changes: Any) -> ModelSpec:
+    made = args(**changes)
     model = getattr(made, part)
     return ModelSpec(
         model="m",
@@ -108,8 +110,9 @@ def replicas(http_port: int) -> Iterator[Any]:
 
     def start(spec: ModelSpec, owner: str) -> Any:
         rank = {"CPU": spec.cpus_per_rank, **spec.resources_per_rank}
+        process = {name: amount * spec.ranks_per_process for name, amount in rank.items()}
         group = placement_group(
-            [{"CPU": 0.1}, *[rank] * spec.tensor_parallel_size], strategy="STRICT_PACK"
+            [{"CPU": 0.1}, *[process] * spec.num_processes], strategy="STRICT_PACK"
         )
         replica = Replica.options(
             scheduling_strategy=PlacementGroupSchedulingStrategy(
@@ -157,6 +160,15 @@ def test_replicas_get_cores_of_their_own_and_a_rendezvous_of_their_own(replicas:
         for kind in ("NEFF", "NEFF_LOCAL", "HLO")
     }
     assert len(folders) == 24 and all("/neuron/rank-" in folder for folder in folders)
+
+
+def test_with_nxd_one_process_has_all_cores_of_a_replica(replicas: Any) -> None:
+    [process] = ray.get(replicas(spec_of("target", parallel="nxd"), "x0"), timeout=120)
+    assert (process["rank"], process["core"]) == (0, 0)
+    assert len(process["counted_by_ray"]) == 8
+    environment = process["environment"]
+    assert environment["NEURON_RT_VISIBLE_CORES"] == "0-7"
+    assert environment["NEURON_RT_NUM_CORES"] == "8"
 
 
 def test_a_replica_without_a_free_group_is_an_error(replicas: Any) -> None:
