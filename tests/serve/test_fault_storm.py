@@ -142,7 +142,7 @@ def test_bad_clients_harm_nobody(
     turns = (
         [(disconnecting, i) for i in range(200 // share)]
         + [(malformed, i) for i in range(200 // share)]
-        + [(too_long, i) for i in range(48 // share)]
+        + [(too_long, i) for i in range(50 // share)]
         + [(slow, i) for i in range(24 // share)]
     )
     sizes = []
