@@ -53,6 +53,7 @@ class Probe:
             "core": self.core,
             "store_port": self.store_port,
             "counted_by_ray": ray.get_runtime_context().get_accelerator_ids()["neuron_cores"],
+            "reserved": ray.get_runtime_context().get_assigned_resources(),
             "environment": dict(os.environ),
         }
 
@@ -165,7 +166,8 @@ def test_replicas_get_cores_of_their_own_and_a_rendezvous_of_their_own(replicas:
 def test_with_nxd_one_process_has_all_cores_of_a_replica(replicas: Any) -> None:
     [process] = ray.get(replicas(spec_of("target", parallel="nxd"), "x0"), timeout=120)
     assert (process["rank"], process["core"]) == (0, 0)
-    assert len(process["counted_by_ray"]) == 8
+    assert process["reserved"]["neuron_cores"] == 8
+    assert process["reserved"]["CPU"] == pytest.approx(0.8)
     environment = process["environment"]
     assert environment["NEURON_RT_VISIBLE_CORES"] == "0-7"
     assert environment["NEURON_RT_NUM_CORES"] == "8"
@@ -212,14 +214,21 @@ class TestApplication:
         with pytest.raises(Exception, match="of the target is 16, but num_attention_heads 8"):
             build(AppArgs(**asked))
 
+    @pytest.mark.parametrize(
+        ("parallel", "reason"),
+        [
+            ("native", "device is neuron, but torch-neuronx is not installed for"),
+            ("nxd", "parallel is nxd, but torch-neuronx is not installed for"),
+        ],
+    )
     def test_deployed_on_a_machine_that_is_none_it_fails_with_the_reason(
-        self, http_port: int, tiny: Tiny
+        self, http_port: int, tiny: Tiny, parallel: str, reason: str
     ) -> None:
-        application = build(AppArgs(**self.neuron_args(tiny)))
+        application = build(AppArgs(**self.neuron_args(tiny), parallel=parallel))
         try:
             with pytest.raises(RuntimeError, match="no-neuron failed"):
                 serve.run(application, name="no-neuron", route_prefix="/no-neuron")
             deployments = serve.status().applications["no-neuron"].deployments
-            assert "torch-neuronx is not installed for" in deployments["Verifier"].message
+            assert reason in deployments["Verifier"].message
         finally:
             serve.delete("no-neuron")
