@@ -53,6 +53,7 @@ def replayed(http_port: int, tiny: Tiny) -> Iterator[tuple[Application, dict[int
     (folder / "drafter" / REPLAY_FILE).write_text(json.dumps(replay))
     args = tiny.args(drafter=str(folder / "drafter"), runner="tests.drafters:ReplayDrafter")
     args["target"] = {"model": str(target)}
+    args["stream_batching_interval_ms"] = 0  # so that a stream shows where the blocks end
     with application("replayed", http_port, args) as app:
         yield app, said
 

@@ -436,7 +436,8 @@ def scrape(app: Application) -> str:
 
 @pytest.fixture(scope="module")
 def app(http_port: int, tiny: Tiny) -> Iterator[Application]:  # noqa: F811
-    with application("metrics", http_port, tiny.args()) as app:
+    args = tiny.args() | {"stream_batching_interval_ms": 0}  # an output for every step
+    with application("metrics", http_port, args) as app:
         yield app
 
 

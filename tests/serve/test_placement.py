@@ -39,12 +39,20 @@ def worker_pids(stats: dict[str, Any], group: str) -> list[int]:
 
 @pinning
 def test_models_compute_on_the_cores_they_are_given(app: Application, tiny: Tiny) -> None:
-    assert app.token_ids(prompt_of(20), max_tokens=12) == tiny.continuation(prompt_of(20), 12)
-    stats = app.stats()
+    core_of = {}
     for group, core in (("verifiers", CORES[0]), ("drafters", CORES[-1])):
-        [pid] = worker_pids(stats, group)
-        busiest = max(psutil.Process(pid).threads(), key=lambda thread: thread.user_time)
-        assert os.sched_getaffinity(busiest.id) == {core}
+        core_of |= dict.fromkeys(worker_pids(app.stats(), group), core)
+    before = {pid: user_seconds(pid) for pid in core_of}
+    assert app.token_ids(prompt_of(20), max_tokens=400) == tiny.continuation(prompt_of(20), 400)
+    for pid, core in core_of.items():
+        after = user_seconds(pid)
+        busiest = max(after, key=lambda thread: after[thread] - before[pid].get(thread, 0.0))
+        assert os.sched_getaffinity(busiest) == {core}
+
+
+def user_seconds(pid: int) -> dict[int, float]:
+    """User time of every thread of a process so far."""
+    return {thread.id: thread.user_time for thread in psutil.Process(pid).threads()}
 
 
 def cpu_seconds(pid: int) -> float:
