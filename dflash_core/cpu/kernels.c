@@ -1,10 +1,11 @@
-/* The operations of a bf16 step on a CPU with AVX512-BF16: products, attention, argmax.
+/* The operations of a bf16 step on a CPU: products, attention, argmax.
  *
  * With few rows a step is bound by how fast weights are read, so a weight is laid out to be read
  * once, in order, and whatever surrounds a product (the norm before it, SwiGLU or the residual
  * after it) is done while its rows are in the cache. All sums are in float32, and every result is
  * summed up in the same order whatever else a call holds: a token's bits do not depend on the rows
- * beside it, on the number of threads, or on how the work is split.
+ * beside it, on the number of threads, or on how the work is split. (They do on the instructions:
+ * those of AVX512-BF16 take less care of the smallest numbers.)
  *
  * Shape legend: R rows, I input size, O output size, B sequences, L block length, N query heads,
  * G key/value heads, D head dimension, C positions of a cache slot, P positions of the rotary
@@ -17,69 +18,148 @@
 typedef uint16_t bf16;
 
 #define INLINE static inline __attribute__((always_inline))
-#define LANES 16
-#define COLUMNS 32 /* of a weight block: two registers of float32 sums for each row */
-#define ROWS 12    /* of a product at most: 24 registers of sums, two of weights */
-#define KEYS 64    /* that attention looks at together */
-#define UNIT 48    /* query rows for which a block of keys is prepared once */
+
+/* What there is of each set of instructions:
+ *
+ * LANES, ROWS: float32 values of a register; rows of a product at most.
+ * floats, mask: LANES values, and a choice of lanes. Operators work on floats lane by lane.
+ * pairs: LANES pairs of bf16.
+ * input: how a bf16 is kept that many columns are multiplied with.
+ * factors: what add_product multiplies and adds in one of the STEPS that it takes for pairs.
+ *
+ * lanes_in(first, end): the lanes first <= lane < end
+ * first_of(m): the lowest of them, or LANES
+ * choose(m, a, b): a where chosen, else b
+ * times_power_of_2(x, whole): x * 2^whole, for -150 <= whole
+ * load_whole, store_whole, store_whole_input: LANES bf16, rounded to nearest even
+ * weights_at(from, step), input_at(from, step): of LANES pairs; of one pair, in every lane
+ * transpose: LANES rows of LANES pairs; columns become rows
+ * zip(a, b, low, high): the values of a (first of the pair) and of b, paired
+ */
+#ifdef __AVX512BF16__
+#include "avx512.h"
+#else
+#include "avx2.h"
+#endif
+
+#define COLUMNS (2 * LANES) /* of a weight block: two registers of float32 sums for each row */
+#define KEYS 64             /* that attention looks at together */
+#define UNIT 48             /* query rows for which a block of keys is prepared once */
+#define SMALL_UNIT 12       /* the same if there are few rows, so that every thread has some */
 #define MAX_HEAD_DIM 256
+#define CACHE_LINE 32  /* bf16 values of a line of the processor's cache */
 #define NEVER (-1e30f) /* a maximum before the first key */
+
+/* How the Python side lays out weights. */
+const int64_t dflash_lanes = LANES;
 
 /* ---- registers ---- */
 
-INLINE __mmask16 first16(int64_t n) { return n >= 16 ? 0xffff : n <= 0 ? 0 : (1u << n) - 1; }
-INLINE __mmask32 first32(int64_t n) { return n >= 32 ? 0xffffffff : n <= 0 ? 0 : (1u << n) - 1; }
-
-INLINE __m512 load(const bf16 *from, __mmask16 mask) {
-    __m256i raw = _mm256_maskz_loadu_epi16(mask, from);
-    return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(raw), 16));
+/* The first n of LANES values, the rest zeros. */
+INLINE floats load(const bf16 *from, int64_t n) {
+    bf16 some[LANES] = {0};
+    if (n >= LANES)
+        return load_whole(from);
+    if (n > 0)
+        memcpy(some, from, n * sizeof *from);
+    return load_whole(some);
 }
 
-INLINE void store(bf16 *to, __m512 x, __mmask16 mask) {
-    _mm256_mask_storeu_epi16(to, mask, (__m256i)_mm512_cvtneps_pbh(x));
+INLINE floats load_floats(const float *from, int64_t n) {
+    floats x = all(0);
+    if (n >= LANES)
+        memcpy(&x, from, sizeof x);
+    else if (n > 0)
+        memcpy(&x, from, n * sizeof *from);
+    return x;
 }
 
-/* Two neighbouring values in every lane. */
-INLINE __m512bh pair(const bf16 *from) {
-    int32_t both;
-    memcpy(&both, from, sizeof both);
-    return (__m512bh)_mm512_set1_epi32(both);
+/* n of 2 * LANES values. */
+INLINE pairs load_pairs(const bf16 *from, int64_t n) {
+    pairs x = {0};
+    if (n >= 2 * LANES)
+        memcpy(&x, from, sizeof x);
+    else if (n > 0)
+        memcpy(&x, from, n * sizeof *from);
+    return x;
+}
+
+INLINE void store(bf16 *to, floats x, int64_t n) {
+    bf16 some[LANES];
+    if (n >= LANES) {
+        store_whole(to, x);
+    } else if (n > 0) {
+        store_whole(some, x);
+        memcpy(to, some, n * sizeof *to);
+    }
+}
+
+INLINE void store_input(input *to, floats x, int64_t n) {
+    input some[LANES];
+    if (n >= LANES) {
+        store_whole_input(to, x);
+    } else if (n > 0) {
+        store_whole_input(some, x);
+        memcpy(to, some, n * sizeof *to);
+    }
+}
+
+INLINE void store_floats(float *to, floats x) { memcpy(to, &x, sizeof x); }
+INLINE void store_pairs(uint32_t *to, pairs x) { memcpy(to, &x, sizeof x); }
+
+/* Loops over rows are unrolled, or their sums would be in memory instead of in registers. */
+#define EACH_ROW _Pragma("GCC unroll 12") for (int r = 0; r < rows; r++)
+
+/* The sum of products of rows [rows, 2 * pairs] with COLUMNS columns, added to what is there;
+ * meanwhile what is `fetch` values further on than the columns is brought to the cache, if not 0. */
+INLINE void add_products(const int rows, const input *x, int64_t x_stride, const bf16 *column,
+                         int64_t column_stride, int64_t pairs, int64_t fetch,
+                         floats left[ROWS], floats right[ROWS]) {
+    for (int64_t i = 0; i < pairs; i++, column += column_stride) {
+        for (int line = 0; fetch && line < 2 * COLUMNS; line += CACHE_LINE)
+            __builtin_prefetch(column + fetch + line);
+        for (int step = 0; step < STEPS; step++) {
+            const factors a = weights_at(column, step), b = weights_at(column + 2 * LANES, step);
+            EACH_ROW {
+                const factors both = input_at(x + r * x_stride + 2 * i, step);
+                left[r] = add_product(left[r], a, both);
+                right[r] = add_product(right[r], b, both);
+            }
+        }
+    }
 }
 
 /* 2^x; relative error below 2e-6, exactly 1 at 0. */
-INLINE __m512 exp2_of(__m512 x) {
-    x = _mm512_max_ps(x, _mm512_set1_ps(-150.0f));
-    __m512 whole = _mm512_roundscale_ps(x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
-    __m512 f = _mm512_sub_ps(x, whole); /* in [-1/2, 1/2]: the series of exp(f ln 2) */
-    __m512 y = _mm512_set1_ps(1.5403530e-4f);
-    y = _mm512_fmadd_ps(y, f, _mm512_set1_ps(1.3333558e-3f));
-    y = _mm512_fmadd_ps(y, f, _mm512_set1_ps(9.6181291e-3f));
-    y = _mm512_fmadd_ps(y, f, _mm512_set1_ps(5.5504109e-2f));
-    y = _mm512_fmadd_ps(y, f, _mm512_set1_ps(2.4022651e-1f));
-    y = _mm512_fmadd_ps(y, f, _mm512_set1_ps(6.9314718e-1f));
-    y = _mm512_fmadd_ps(y, f, _mm512_set1_ps(1.0f));
-    return _mm512_scalef_ps(y, whole);
+INLINE floats exp2_of(floats x) {
+    x = larger(x, all(-150.0f));
+    const floats whole = nearest_whole(x);
+    const floats f = x - whole; /* in [-1/2, 1/2]: the series of exp(f ln 2) */
+    floats y = all(1.5403530e-4f);
+    y = multiply_add(y, f, all(1.3333558e-3f));
+    y = multiply_add(y, f, all(9.6181291e-3f));
+    y = multiply_add(y, f, all(5.5504109e-2f));
+    y = multiply_add(y, f, all(2.4022651e-1f));
+    y = multiply_add(y, f, all(6.9314718e-1f));
+    y = multiply_add(y, f, all(1.0f));
+    return times_power_of_2(y, whole);
 }
 
-INLINE __m512 silu(__m512 x) {
-    __m512 e = exp2_of(_mm512_mul_ps(x, _mm512_set1_ps(-1.44269504f)));
-    return _mm512_div_ps(x, _mm512_add_ps(e, _mm512_set1_ps(1.0f)));
-}
+INLINE floats silu(floats x) { return x / (exp2_of(x * all(-1.44269504f)) + all(1.0f)); }
 
 /* What an RMS norm divides by. */
-INLINE __m512 root_mean_square(const bf16 *x, int64_t size, float eps) {
-    __m512 squares = _mm512_setzero_ps();
+INLINE floats root_mean_square(const bf16 *x, int64_t size, float eps) {
+    floats squares = all(0);
     for (int64_t i = 0; i < size; i += LANES) {
-        __m512 v = load(x + i, first16(size - i));
-        squares = _mm512_fmadd_ps(v, v, squares);
+        const floats v = load(x + i, size - i);
+        squares = multiply_add(v, v, squares);
     }
-    return _mm512_sqrt_ps(_mm512_set1_ps(_mm512_reduce_add_ps(squares) / (float)size + eps));
+    return root(all(sum_of(squares) / (float)size + eps));
 }
 
 /* ---- products ---- */
 
 /* A weight [O, I] and how it is laid out: blocks of COLUMNS outputs, in them pairs of inputs. With
- * swiglu a block is 16 columns of the gate and the same 16 of up, and the output has O / 2. */
+ * swiglu a block is LANES columns of the gate and the same of up, and the output has O / 2. */
 struct weight {
     const bf16 *blocks; /* [ceil(O / COLUMNS), I / 2, COLUMNS, 2], the rest filled with zeros */
     const float *bias;  /* [ceil(O / COLUMNS) * COLUMNS], in the order of the columns, or NULL */
@@ -87,52 +167,35 @@ struct weight {
     int64_t swiglu;
 };
 
-static void rms_norm(const bf16 *x, const bf16 *weight, float eps, int64_t size, bf16 *y) {
-    const __m512 root = root_mean_square(x, size, eps);
-    for (int64_t i = 0; i < size; i += LANES) {
-        __mmask16 mask = first16(size - i);
-        __m512 v = _mm512_div_ps(load(x + i, mask), root);
-        store(y + i, _mm512_mul_ps(v, load(weight + i, mask)), mask);
-    }
+static void rms_norm(const bf16 *x, const bf16 *weight, float eps, int64_t size, input *y) {
+    const floats divisor = root_mean_square(x, size, eps);
+    for (int64_t i = 0; i < size; i += LANES)
+        store_input(y + i, load(x + i, size - i) / divisor * load(weight + i, size - i), size - i);
 }
 
-INLINE void product(const int rows, const bf16 *x, const struct weight *w, int64_t block,
-                    const bf16 *residual, bf16 *y) {
-    const int64_t inputs = w->inputs;
-    const bf16 *column = w->blocks + block * COLUMNS * inputs;
-    __m512 left[ROWS], right[ROWS];
-    for (int r = 0; r < rows; r++)
-        left[r] = right[r] = _mm512_setzero_ps();
-    if (w->bias)
-        for (int r = 0; r < rows; r++) {
-            left[r] = _mm512_loadu_ps(w->bias + block * COLUMNS);
-            right[r] = _mm512_loadu_ps(w->bias + block * COLUMNS + LANES);
-        }
-    for (int64_t i = 0; i < inputs; i += 2, column += 2 * COLUMNS) {
-        __m512bh a = (__m512bh)_mm512_loadu_si512(column);
-        __m512bh b = (__m512bh)_mm512_loadu_si512(column + COLUMNS);
-#pragma GCC unroll 12
-        for (int r = 0; r < rows; r++) {
-            __m512bh both = pair(x + r * inputs + i);
-            left[r] = _mm512_dpbf16_ps(left[r], a, both);
-            right[r] = _mm512_dpbf16_ps(right[r], b, both);
-        }
+INLINE void product(const int rows, const input *x, const struct weight *w, int64_t block,
+                    int64_t fetch, const bf16 *residual, bf16 *y) {
+    const float *bias = w->bias ? w->bias + block * COLUMNS : NULL;
+    floats left[ROWS], right[ROWS];
+    EACH_ROW {
+        left[r] = bias ? load_floats(bias, LANES) : all(0);
+        right[r] = bias ? load_floats(bias + LANES, LANES) : all(0);
     }
+    add_products(rows, x, w->inputs, w->blocks + block * COLUMNS * w->inputs, 2 * COLUMNS,
+                 w->inputs / 2, fetch, left, right);
     if (w->swiglu) {
         const int64_t outputs = w->outputs / 2, at = block * LANES;
-        const __mmask16 mask = first16(outputs - at);
-        for (int r = 0; r < rows; r++)
-            store(y + r * outputs + at, _mm512_mul_ps(silu(left[r]), right[r]), mask);
+        EACH_ROW store(y + r * outputs + at, silu(left[r]) * right[r], outputs - at);
         return;
     }
     const int64_t outputs = w->outputs, at = block * COLUMNS;
-    const __mmask16 first = first16(outputs - at), second = first16(outputs - at - LANES);
-    for (int r = 0; r < rows; r++) {
+    const int64_t first = outputs - at, second = first - LANES;
+    EACH_ROW {
         bf16 *to = y + r * outputs + at;
         if (residual) {
             const bf16 *from = residual + r * outputs + at;
-            left[r] = _mm512_add_ps(left[r], load(from, first));
-            right[r] = _mm512_add_ps(right[r], load(from + LANES, second));
+            left[r] = left[r] + load(from, first);
+            right[r] = right[r] + load(from + LANES, second);
         }
         store(to, left[r], first);
         store(to + LANES, right[r], second);
@@ -146,56 +209,72 @@ INLINE void product(const int rows, const bf16 *x, const struct weight *w, int64
     case 2: call(2); break;                                                                        \
     case 3: call(3); break;                                                                        \
     case 4: call(4); break;                                                                        \
+    MORE_ROWS(call)                                                                                \
+    default: call(ROWS);                                                                           \
+    }
+#if ROWS == 12
+#define MORE_ROWS(call)                                                                            \
     case 5: call(5); break;                                                                        \
     case 6: call(6); break;                                                                        \
     case 7: call(7); break;                                                                        \
     case 8: call(8); break;                                                                        \
     case 9: call(9); break;                                                                        \
     case 10: call(10); break;                                                                      \
-    case 11: call(11); break;                                                                      \
-    default: call(12);                                                                             \
-    }
+    case 11: call(11); break;
+#else
+#define MORE_ROWS(call)
+#endif
 
 /* What follows with "team" in its name is called by all threads of a team together: they share the
  * work, and the function has ended for all of them when it has for one. */
 
-/* y = RMS norm of x, both [R, size]. */
-static void team_norm(const bf16 *x, const bf16 *weight, float eps, int64_t size, bf16 *y,
-                      int64_t rows) {
+/* y = x, or its RMS norm if there is a weight for one, [R, size]. */
+static void team_inputs(const bf16 *x, const bf16 *norm, float eps, int64_t size, input *y,
+                        int64_t rows) {
 #pragma omp for schedule(static)
-    for (int64_t r = 0; r < rows; r++)
-        rms_norm(x + r * size, weight, eps, size, y + r * size);
+    for (int64_t r = 0; r < rows; r++) {
+        if (norm)
+            rms_norm(x + r * size, norm, eps, size, y + r * size);
+        else
+            for (int64_t i = 0; i < size; i += LANES)
+                store_input(y + r * size + i, load(x + r * size + i, size - i), size - i);
+    }
 }
 
-/* y = norm(x) W^T + bias + residual, or SwiGLU of it.
+/* y = x W^T + bias + residual, or SwiGLU of it.
  *
- * x [R, I]; norm: weight of an RMS norm [I], or NULL for none; normed [R, I]: room for norm(x);
- * residual, y [R, O], or y [R, O / 2]; residual may be NULL, and it may be y.
+ * x [R, I]; residual, y [R, O], or y [R, O / 2]; residual may be NULL, and it may be y.
  */
-static void team_linear(const struct weight *w, const bf16 *x, const bf16 *norm, float eps,
-                        bf16 *normed, const bf16 *residual, bf16 *y, int64_t rows) {
+static void team_products(const struct weight *w, const input *x, const bf16 *residual, bf16 *y,
+                          int64_t rows) {
     const int64_t blocks = (w->outputs + COLUMNS - 1) / COLUMNS;
     const int64_t width = w->swiglu ? w->outputs / 2 : w->outputs;
     const int64_t parts = (rows + ROWS - 1) / ROWS;
-    const bf16 *input = norm ? normed : x;
-    if (norm)
-        team_norm(x, norm, eps, w->inputs, normed, rows);
 #pragma omp for schedule(static)
     for (int64_t block = 0; block < blocks; block++)
         for (int64_t part = 0; part < parts; part++) {
             const int64_t from = rows * part / parts, to = rows * (part + 1) / parts;
+            /* Only the first part waits for memory; the last can do so for the next block. */
+            const int64_t fetch = part > 0 && part == parts - 1 ? COLUMNS * w->inputs : 0;
 #define CALL(n)                                                                                    \
-    product(n, input + from * w->inputs, w, block, residual ? residual + from * width : NULL,      \
+    product(n, x + from * w->inputs, w, block, fetch, residual ? residual + from * width : NULL,          \
             y + from * width)
             FOR_ROWS(to - from, CALL)
 #undef CALL
         }
 }
 
+/* The same of x [R, I] as it is, or of its RMS norm; inputs: room for [R, I]. */
+static void team_linear(const struct weight *w, const bf16 *x, const bf16 *norm, float eps,
+                        input *inputs, const bf16 *residual, bf16 *y, int64_t rows) {
+    team_inputs(x, norm, eps, w->inputs, inputs, rows);
+    team_products(w, inputs, residual, y, rows);
+}
+
 void dflash_linear(const struct weight *w, const bf16 *x, const bf16 *norm, float eps,
-                   bf16 *normed, bf16 *y, int64_t rows) {
+                   input *inputs, bf16 *y, int64_t rows) {
 #pragma omp parallel
-    team_linear(w, x, norm, eps, normed, NULL, y, rows);
+    team_linear(w, x, norm, eps, inputs, NULL, y, rows);
 }
 
 /* ---- attention ---- */
@@ -225,19 +304,18 @@ struct cache {
 static void rotate(const bf16 *x, const bf16 *norm, float eps, int64_t dim, const float *cos,
                    const float *sin, bf16 *y) {
     const int64_t half = dim / 2;
-    const __m512 root = norm ? root_mean_square(x, dim, eps) : _mm512_set1_ps(1.0f);
+    const floats divisor = norm ? root_mean_square(x, dim, eps) : all(1);
     for (int64_t d = 0; d < half; d += LANES) {
-        const __mmask16 mask = first16(half - d);
-        __m512 a = load(x + d, mask), b = load(x + half + d, mask);
+        const int64_t n = half - d;
+        floats a = load(x + d, n), b = load(x + half + d, n);
         if (norm) {
-            a = _mm512_mul_ps(_mm512_div_ps(a, root), load(norm + d, mask));
-            b = _mm512_mul_ps(_mm512_div_ps(b, root), load(norm + half + d, mask));
+            a = a / divisor * load(norm + d, n);
+            b = b / divisor * load(norm + half + d, n);
         }
-        __m512 ca = _mm512_maskz_loadu_ps(mask, cos + d), sa = _mm512_maskz_loadu_ps(mask, sin + d);
-        __m512 cb = _mm512_maskz_loadu_ps(mask, cos + half + d);
-        __m512 sb = _mm512_maskz_loadu_ps(mask, sin + half + d);
-        store(y + d, _mm512_fmadd_ps(a, ca, _mm512_mul_ps(b, sa)), mask);
-        store(y + half + d, _mm512_fmadd_ps(b, cb, _mm512_mul_ps(a, sb)), mask);
+        const floats ca = load_floats(cos + d, n), cb = load_floats(cos + half + d, n);
+        const floats sa = load_floats(sin + d, n), sb = load_floats(sin + half + d, n);
+        store(y + d, multiply_add(a, ca, b * sa), n);
+        store(y + half + d, multiply_add(b, cb, a * sb), n);
     }
 }
 
@@ -254,142 +332,114 @@ static void place(const struct heads *h, const struct block *t, const struct cac
     memcpy(c->values + t->places[row] * size, projected, size * sizeof *projected);
 }
 
-/* 16 rows of 16 32-bit values: columns become rows. */
-INLINE void transpose(__m512i r[16]) {
-    __m512i t[16];
-    for (int i = 0; i < 16; i += 2) {
-        t[i] = _mm512_unpacklo_epi32(r[i], r[i + 1]);
-        t[i + 1] = _mm512_unpackhi_epi32(r[i], r[i + 1]);
-    }
-    for (int i = 0; i < 16; i += 4) {
-        r[i] = _mm512_unpacklo_epi64(t[i], t[i + 2]);
-        r[i + 1] = _mm512_unpackhi_epi64(t[i], t[i + 2]);
-        r[i + 2] = _mm512_unpacklo_epi64(t[i + 1], t[i + 3]);
-        r[i + 3] = _mm512_unpackhi_epi64(t[i + 1], t[i + 3]);
-    }
-    for (int i = 0; i < 4; i++) {
-        t[i] = _mm512_shuffle_i32x4(r[i], r[i + 4], 0x88);
-        t[i + 4] = _mm512_shuffle_i32x4(r[i], r[i + 4], 0xdd);
-        t[i + 8] = _mm512_shuffle_i32x4(r[i + 8], r[i + 12], 0x88);
-        t[i + 12] = _mm512_shuffle_i32x4(r[i + 8], r[i + 12], 0xdd);
-    }
-    for (int i = 0; i < 4; i++) {
-        r[i] = _mm512_shuffle_i32x4(t[i], t[i + 8], 0x88);
-        r[i + 8] = _mm512_shuffle_i32x4(t[i], t[i + 8], 0xdd);
-        r[i + 4] = _mm512_shuffle_i32x4(t[i + 4], t[i + 12], 0x88);
-        r[i + 12] = _mm512_shuffle_i32x4(t[i + 4], t[i + 12], 0xdd);
-    }
-}
-
 /* A block of keys and values of one head as the products want them; positions from `count` on are
- * zeros. */
+ * zeros. Heads are filled up to a whole number of columns. */
 struct prepared {
-    uint32_t keys[MAX_HEAD_DIM / 2][KEYS];   /* a pair of dimensions of each key */
-    uint32_t values[KEYS / 2][MAX_HEAD_DIM]; /* a dimension of each pair of keys */
+    uint32_t keys[MAX_HEAD_DIM / 2 * KEYS];   /* [D / 2, KEYS] a pair of dimensions of each key */
+    uint32_t values[KEYS / 2 * MAX_HEAD_DIM]; /* [KEYS / 2, D] a dimension of each pair of keys */
 };
+
+INLINE int64_t filled_up(int64_t dim) { return (dim + COLUMNS - 1) / COLUMNS * COLUMNS; }
 
 static void prepare(const bf16 *keys, const bf16 *values, int64_t stride, int64_t dim,
                     int64_t count, struct prepared *p) {
+    const int64_t width = filled_up(dim);
     for (int64_t key = 0; key < count; key += LANES)
         for (int64_t d = 0; d < dim; d += 2 * LANES) {
-            __m512i rows[LANES];
-            for (int i = 0; i < LANES; i++) {
-                const __mmask32 mask = key + i < count ? first32(dim - d) : 0;
-                rows[i] = _mm512_maskz_loadu_epi16(mask, keys + (key + i) * stride + d);
-            }
+            const bf16 *from = keys + key * stride + d;
+            pairs rows[LANES];
+            if (key + LANES <= count && d + 2 * LANES <= dim)
+                for (int i = 0; i < LANES; i++)
+                    rows[i] = load_pairs(from + i * stride, 2 * LANES);
+            else
+                for (int i = 0; i < LANES; i++)
+                    rows[i] = load_pairs(from + i * stride, key + i < count ? dim - d : 0);
             transpose(rows);
             for (int i = 0; i < LANES; i++)
-                _mm512_storeu_si512(&p->keys[d / 2 + i][key], rows[i]);
+                store_pairs(p->keys + (d / 2 + i) * KEYS + key, rows[i]);
         }
-    const __m512i even = _mm512_set_epi16(47, 15, 46, 14, 45, 13, 44, 12, 43, 11, 42, 10, 41, 9, 40,
-                                          8, 39, 7, 38, 6, 37, 5, 36, 4, 35, 3, 34, 2, 33, 1, 32, 0);
-    const __m512i odd = _mm512_add_epi16(even, _mm512_set1_epi16(16));
     for (int64_t key = 0; key < count; key += 2)
         for (int64_t d = 0; d < dim; d += 2 * LANES) {
-            const __mmask32 mask = first32(dim - d);
-            __m512i a = _mm512_maskz_loadu_epi16(mask, values + key * stride + d);
-            __m512i b = _mm512_maskz_loadu_epi16(key + 1 < count ? mask : 0,
-                                                 values + (key + 1) * stride + d);
-            _mm512_storeu_si512(&p->values[key / 2][d], _mm512_permutex2var_epi16(a, even, b));
-            _mm512_storeu_si512(&p->values[key / 2][d + LANES],
-                                _mm512_permutex2var_epi16(a, odd, b));
+            const bf16 *from = values + key * stride + d;
+            uint32_t *to = p->values + key / 2 * width + d;
+            pairs low, high;
+            zip(load_pairs(from, dim - d), load_pairs(from + stride, key + 1 < count ? dim - d : 0),
+                &low, &high);
+            store_pairs(to, low);
+            store_pairs(to + LANES, high);
         }
 }
 
 /* Query rows of one head group and what has been summed up for them. */
 struct rows {
-    bf16 q[UNIT][MAX_HEAD_DIM];
-    float sum[UNIT][MAX_HEAD_DIM]; /* of values */
+    input q[UNIT * MAX_HEAD_DIM];   /* [rows, D] */
+    float sum[UNIT * MAX_HEAD_DIM]; /* [rows, D], of values */
     float max[UNIT], weight[UNIT]; /* largest score, in powers of 2, and sum of 2^(score - max) */
     int32_t first[UNIT], end[UNIT];
 };
 
-INLINE void scores_of(const int rows, const bf16 (*q)[MAX_HEAD_DIM], const struct prepared *p,
+INLINE void scores_of(const int rows, const input *q, const struct prepared *p,
                       int64_t dim, int64_t count, float (*scores)[KEYS]) {
-    for (int64_t key = 0; key < count; key += LANES) {
-        __m512 sum[ROWS];
-        for (int r = 0; r < rows; r++)
-            sum[r] = _mm512_setzero_ps();
-        for (int64_t d = 0; d < dim; d += 2) {
-            __m512bh keys = (__m512bh)_mm512_loadu_si512(&p->keys[d / 2][key]);
-#pragma GCC unroll 12
-            for (int r = 0; r < rows; r++)
-                sum[r] = _mm512_dpbf16_ps(sum[r], keys, pair(&q[r][d]));
+    for (int64_t key = 0; key < count; key += COLUMNS) {
+        floats left[ROWS], right[ROWS];
+        EACH_ROW left[r] = right[r] = all(0);
+        add_products(rows, q, filled_up(dim), (const bf16 *)(p->keys + key), 2 * KEYS, dim / 2, 0,
+                     left, right);
+        EACH_ROW {
+            store_floats(&scores[r][key], left[r]);
+            store_floats(&scores[r][key + LANES], right[r]);
         }
-        for (int r = 0; r < rows; r++)
-            _mm512_storeu_ps(&scores[r][key], sum[r]);
     }
 }
 
-INLINE void add_values(const int rows, const bf16 (*weights)[KEYS], const struct prepared *p,
-                       int64_t dim, int64_t count, float (*sums)[MAX_HEAD_DIM]) {
-    for (int64_t d = 0; d < dim; d += LANES) {
-        __m512 sum[ROWS];
-        for (int r = 0; r < rows; r++)
-            sum[r] = _mm512_loadu_ps(&sums[r][d]);
-        for (int64_t key = 0; key < count; key += 2) {
-            __m512bh values = (__m512bh)_mm512_loadu_si512(&p->values[key / 2][d]);
-#pragma GCC unroll 12
-            for (int r = 0; r < rows; r++)
-                sum[r] = _mm512_dpbf16_ps(sum[r], values, pair(&weights[r][key]));
+INLINE void add_values(const int rows, const input (*weights)[KEYS], const struct prepared *p,
+                       int64_t dim, int64_t count, float *sums) {
+    const int64_t width = filled_up(dim);
+    for (int64_t d = 0; d < dim; d += COLUMNS) {
+        floats left[ROWS], right[ROWS];
+        EACH_ROW {
+            left[r] = load_floats(sums + r * width + d, LANES);
+            right[r] = load_floats(sums + r * width + d + LANES, LANES);
         }
-        for (int r = 0; r < rows; r++)
-            _mm512_storeu_ps(&sums[r][d], sum[r]);
+        add_products(rows, weights[0], KEYS, (const bf16 *)(p->values + d), 2 * width,
+                     (count + 1) / 2, 0, left, right);
+        EACH_ROW {
+            store_floats(sums + r * width + d, left[r]);
+            store_floats(sums + r * width + d + LANES, right[r]);
+        }
     }
 }
 
 /* Scores of one row to weights; what was summed up so far is scaled to the new maximum. */
 static void weigh(struct rows *u, int64_t row, int64_t start, int64_t count, int64_t dim,
-                  float scale, const float *scores, bf16 *weights) {
-    const __m512i lanes = _mm512_set_epi32(15, 14, 13, 12, 11, 10, 9, 8, 7, 6, 5, 4, 3, 2, 1, 0);
-    const __m512i first = _mm512_set1_epi32(u->first[row]), end = _mm512_set1_epi32(u->end[row]);
-    __m512 score[KEYS / LANES], largest = _mm512_set1_ps(NEVER);
-    __mmask16 seen[KEYS / LANES];
+                  float scale, const float *scores, input *weights) {
+    const int64_t first = u->first[row] - start, last = u->end[row] - start;
+    const int64_t end = last < count ? last : count;
+    floats score[KEYS / LANES], largest = all(NEVER), total = all(0);
+    mask seen[KEYS / LANES];
     for (int i = 0; i < KEYS / LANES; i++) {
-        const __m512i at = _mm512_add_epi32(lanes, _mm512_set1_epi32(start + i * LANES));
-        seen[i] = _mm512_cmpge_epi32_mask(at, first) & _mm512_cmplt_epi32_mask(at, end) &
-                  first16(count - i * LANES);
-        score[i] = _mm512_mul_ps(_mm512_maskz_loadu_ps(seen[i], scores + i * LANES),
-                                 _mm512_set1_ps(scale));
-        largest = _mm512_mask_max_ps(largest, seen[i], largest, score[i]);
+        seen[i] = lanes_in(first - i * LANES, end - i * LANES);
+        score[i] = choose(seen[i], load_floats(scores + i * LANES, LANES) * all(scale), all(NEVER));
+        largest = larger(largest, score[i]);
     }
-    const float before = u->max[row], now = _mm512_reduce_max_ps(largest);
+    const float before = u->max[row], now = largest_of(largest);
     const float max = now > before ? now : before;
-    __m512 total = _mm512_setzero_ps();
     for (int i = 0; i < KEYS / LANES; i++) {
-        __m512 weight = exp2_of(_mm512_sub_ps(score[i], _mm512_set1_ps(max)));
-        weight = _mm512_maskz_mov_ps(seen[i], weight);
-        total = _mm512_add_ps(total, weight);
-        store(weights + i * LANES, weight, 0xffff);
+        const floats weight = choose(seen[i], exp2_of(score[i] - all(max)), all(0));
+        total = total + weight;
+        store_input(weights + i * LANES, weight, LANES);
     }
     u->max[row] = max;
     if (max > before) {
-        const __m512 less = exp2_of(_mm512_set1_ps(before - max));
-        u->weight[row] *= _mm512_cvtss_f32(less);
+        const floats less = exp2_of(all(before - max));
+        float factor[LANES];
+        store_floats(factor, less);
+        u->weight[row] *= factor[0];
+        float *sum = u->sum + row * filled_up(dim);
         for (int64_t d = 0; d < dim; d += LANES)
-            _mm512_storeu_ps(&u->sum[row][d], _mm512_mul_ps(_mm512_loadu_ps(&u->sum[row][d]), less));
+            store_floats(sum + d, load_floats(sum + d, LANES) * less);
     }
-    u->weight[row] += _mm512_reduce_add_ps(total);
+    u->weight[row] += sum_of(total);
 }
 
 /* Attention of the query rows [from, to) of head group g of sequence b. Rows are token by token,
@@ -405,12 +455,15 @@ static void attend(const struct heads *h, const struct block *t, const struct ca
     struct rows u;
     struct prepared p;
     float scores[ROWS][KEYS];
-    bf16 weights[ROWS][KEYS];
+    input weights[ROWS][KEYS];
+    const int64_t width = filled_up(dim), rows = to - from, parts = (rows + ROWS - 1) / ROWS;
     int64_t first = c->positions, end = 0;
     for (int64_t row = from; row < to; row++) {
         const int64_t token = b * t->length + row / each, i = row - from;
-        memcpy(u.q[i], q + (token * h->queries + g * each + row % each) * dim, dim * sizeof *q);
-        memset(u.sum[i], 0, sizeof u.sum[i]);
+        const bf16 *query = q + (token * h->queries + g * each + row % each) * dim;
+        for (int64_t d = 0; d < dim; d += LANES)
+            store_input(u.q + i * width + d, load(query + d, dim - d), dim - d);
+        memset(u.sum + i * width, 0, width * sizeof *u.sum);
         u.max[i] = NEVER;
         u.weight[i] = 0;
         u.first[i] = t->first ? t->first[token] : 0;
@@ -421,14 +474,14 @@ static void attend(const struct heads *h, const struct block *t, const struct ca
     for (int64_t start = first / KEYS * KEYS; start < end; start += KEYS) {
         const int64_t count = end - start < KEYS ? end - start : KEYS;
         prepare(keys + start * stride, values + start * stride, stride, dim, count, &p);
-        for (int64_t i = 0; i < to - from; i += ROWS) {
-            const int64_t n = to - from - i < ROWS ? to - from - i : ROWS;
-#define CALL(n) scores_of(n, u.q + i, &p, dim, count, scores)
+        for (int64_t part = 0; part < parts; part++) {
+            const int64_t i = rows * part / parts, n = rows * (part + 1) / parts - i;
+#define CALL(n) scores_of(n, u.q + i * width, &p, dim, count, scores)
             FOR_ROWS(n, CALL)
 #undef CALL
             for (int64_t r = 0; r < n; r++)
                 weigh(&u, i + r, start, count, dim, scale, scores[r], weights[r]);
-#define CALL(n) add_values(n, weights, &p, dim, count, u.sum + i)
+#define CALL(n) add_values(n, weights, &p, dim, count, u.sum + i * width)
             FOR_ROWS(n, CALL)
 #undef CALL
         }
@@ -436,9 +489,8 @@ static void attend(const struct heads *h, const struct block *t, const struct ca
     for (int64_t row = from; row < to; row++) {
         const int64_t token = b * t->length + row / each, i = row - from;
         bf16 *y = out + (token * h->queries + g * each + row % each) * dim;
-        const __m512 weight = _mm512_set1_ps(u.weight[i]);
         for (int64_t d = 0; d < dim; d += LANES)
-            store(y + d, _mm512_div_ps(_mm512_loadu_ps(&u.sum[i][d]), weight), first16(dim - d));
+            store(y + d, load_floats(u.sum + i * width + d, LANES) / all(u.weight[i]), dim - d);
     }
 }
 
@@ -447,7 +499,7 @@ static void attend(const struct heads *h, const struct block *t, const struct ca
 static void team_attention(const struct heads *h, const struct block *t, const struct cache *c,
                            const bf16 *projected, bf16 *q, bf16 *out) {
     const int64_t tokens = t->sequences * t->length, rows = t->length * (h->queries / h->groups);
-    const int64_t size = rows > 2 * UNIT ? UNIT : ROWS, units = (rows + size - 1) / size;
+    const int64_t size = rows > 2 * UNIT ? UNIT : SMALL_UNIT, units = (rows + size - 1) / size;
 #pragma omp for schedule(static)
     for (int64_t r = 0; r < tokens; r++)
         place(h, t, c, r, projected + r * (h->queries + 2 * h->groups) * h->dim,
@@ -473,7 +525,7 @@ struct layer {
 };
 
 struct room {
-    bf16 *normed;    /* [R, H] */
+    input *inputs;   /* [R, the largest input size] */
     bf16 *projected; /* [R, N + 2 G, D] */
     bf16 *queries, *attended; /* [R, N, D] */
     bf16 *gated;     /* [R, intermediate size] */
@@ -487,13 +539,13 @@ void dflash_decode(const struct layer *layers, int64_t count, const struct block
 #pragma omp parallel
     for (int64_t i = 0; i < count; i++) {
         const struct layer *l = layers + i;
-        team_linear(&l->qkv, x, l->attention_norm, l->eps, room->normed, NULL, room->projected,
+        team_linear(&l->qkv, x, l->attention_norm, l->eps, room->inputs, NULL, room->projected,
                     rows);
         team_attention(&l->heads, blocks + l->block, caches + i, room->projected, room->queries,
                        room->attended);
-        team_linear(&l->output, room->attended, NULL, 0, NULL, x, x, rows);
-        team_linear(&l->gate_up, x, l->mlp_norm, l->eps, room->normed, NULL, room->gated, rows);
-        team_linear(&l->down, room->gated, NULL, 0, NULL, x, x, rows);
+        team_linear(&l->output, room->attended, NULL, 0, room->inputs, x, x, rows);
+        team_linear(&l->gate_up, x, l->mlp_norm, l->eps, room->inputs, NULL, room->gated, rows);
+        team_linear(&l->down, room->gated, NULL, 0, room->inputs, x, x, rows);
         if (l->tap >= 0) {
 #pragma omp for schedule(static)
             for (int64_t r = 0; r < rows; r++)
@@ -505,20 +557,21 @@ void dflash_decode(const struct layer *layers, int64_t count, const struct block
 /* ---- KV injection ---- */
 
 /* Features [R, F] of context tokens to hidden states (fc), normalised, and those to the keys and
- * values of every layer. context, normed: room for [R, H]; projected: for [R, 2 G, D]. */
+ * values of every layer. inputs: room for [R, F] and [R, H]; context: for [R, H]; projected: for
+ * [R, 2 G, D]. */
 void dflash_inject(const struct weight *fc, const bf16 *norm, float eps,
                    const struct weight *projections, const struct heads *heads, int64_t layers,
                    const struct block *t, const struct cache *caches, const bf16 *features,
-                   bf16 *context, bf16 *normed, bf16 *projected) {
+                   input *inputs, bf16 *context, bf16 *projected) {
     const int64_t rows = t->sequences * t->length;
 #pragma omp parallel
     {
-        team_linear(fc, features, NULL, 0, NULL, NULL, context, rows);
-        team_norm(context, norm, eps, fc->outputs, normed, rows);
+        team_linear(fc, features, NULL, 0, inputs, NULL, context, rows);
+        team_inputs(context, norm, eps, fc->outputs, inputs, rows);
         for (int64_t i = 0; i < layers; i++) {
             struct heads h = heads[i];
             h.queries = 0;
-            team_linear(projections + i, normed, NULL, 0, NULL, NULL, projected, rows);
+            team_products(projections + i, inputs, NULL, projected, rows);
 #pragma omp for schedule(static)
             for (int64_t r = 0; r < rows; r++)
                 place(&h, t, caches + i, r, projected + r * projections[i].outputs, NULL);
@@ -533,20 +586,18 @@ void dflash_argmax(const bf16 *x, int64_t rows, int64_t size, int32_t *out) {
 #pragma omp parallel for schedule(static)
     for (int64_t r = 0; r < rows; r++) {
         const bf16 *row = x + r * size;
-        const __m512i step = _mm512_set1_epi32(LANES);
-        __m512i at = _mm512_set_epi32(15, 14, 13, 12, 11, 10, 9, 8, 7, 6, 5, 4, 3, 2, 1, 0);
-        __m512 best = _mm512_set1_ps(-__builtin_inff());
-        __m512i index = at;
+        const floats none = all(-__builtin_inff());
+        floats best = none;
+        for (int64_t v = 0; v < size; v += LANES)
+            best = larger(choose(lanes_in(0, size - v), load(row + v, size - v), none), best);
+        best = all(largest_of(best));
+        out[r] = 0;
         for (int64_t v = 0; v < size; v += LANES) {
-            const __mmask16 mask = first16(size - v);
-            __m512 value = load(row + v, mask);
-            const __mmask16 more = _mm512_mask_cmp_ps_mask(mask, value, best, _CMP_GT_OQ);
-            best = _mm512_mask_mov_ps(best, more, value);
-            index = _mm512_mask_mov_epi32(index, more, at);
-            at = _mm512_add_epi32(at, step);
+            const int lane = first_of(equal(load(row + v, size - v), best));
+            if (lane < LANES) {
+                out[r] = v + lane;
+                break;
+            }
         }
-        const __m512 largest = _mm512_set1_ps(_mm512_reduce_max_ps(best));
-        const __mmask16 equal = _mm512_cmp_ps_mask(best, largest, _CMP_EQ_OQ);
-        out[r] = _mm512_mask_reduce_min_epi32(equal, index);
     }
 }

@@ -17,9 +17,7 @@ from torch import Tensor
 from dflash_core.cpu import library
 from dflash_core.rope import RotaryEmbedding
 
-COLUMNS = 32  # of a weight's block, as in kernels.c
-LANES = 16
-MAX_HEAD_DIM = 256
+MAX_HEAD_DIM = 256  # as in kernels.c
 
 
 class _Weight(ctypes.Structure):
@@ -68,7 +66,7 @@ class _Layer(ctypes.Structure):
 
 class _Room(ctypes.Structure):
     _fields_ = [
-        (name, c_void_p) for name in ("normed", "projected", "queries", "attended", "gated")
+        (name, c_void_p) for name in ("inputs", "projected", "queries", "attended", "gated")
     ]
 
 
@@ -107,22 +105,24 @@ class Weight:
         if I % 2:
             raise ValueError(f"a weight of {O} x {I}: the kernels need an even number of inputs")
         self.inputs, self.size = I, O // 2 if swiglu else O
-        blocks = _columns(weight_OI, swiglu).view(-1, COLUMNS, I // 2, 2)
+        self.columns = 2 * _lanes()
+        blocks = _columns(weight_OI, swiglu).view(-1, self.columns, I // 2, 2)
         self.blocks = blocks.transpose(1, 2).contiguous()
         self.bias = None if bias_O is None else _columns(bias_O.float(), swiglu)
         self.struct = _Weight(_address(self.blocks), _address(self.bias), I, O, swiglu)
 
     def rows(self, numbers: Tensor) -> Tensor:
         """Rows of the weight (not of a SwiGLU): `[...]` of any integers -> `[..., I]`."""
-        block, column = numbers // COLUMNS, numbers % COLUMNS
+        block, column = numbers // self.columns, numbers % self.columns
         return self.blocks[block.long(), :, column.long()].flatten(-2)
 
 
 def _columns(rows: Tensor, swiglu: bool) -> Tensor:
-    """Filled up to whole blocks; of a SwiGLU 16 rows of the gate, then the same of up."""
+    """Filled up to whole blocks; of a SwiGLU half a block of the gate, then the same of up."""
+    lanes = _lanes()
     if not swiglu:
-        return _filled(rows, COLUMNS).contiguous()
-    halves = [_filled(half, LANES).unflatten(0, (-1, LANES)) for half in rows.chunk(2)]
+        return _filled(rows, 2 * lanes).contiguous()
+    halves = [_filled(half, lanes).unflatten(0, (-1, lanes)) for half in rows.chunk(2)]
     return torch.stack(halves, dim=1).flatten(0, 2).contiguous()
 
 
@@ -226,10 +226,9 @@ class Decoder:
             )
         )
         first = layers[0]
-        attended = first.output.inputs
-        self._widths = (
-            len(first.attention_norm), first.qkv.size, attended, attended, first.gate_up.size
-        )  # fmt: skip
+        attended, gated = first.output.inputs, first.gate_up.size
+        self._inputs = max(first.qkv.inputs, attended, gated)
+        self._widths = first.qkv.size, attended, attended, gated
         self._room: list[Tensor] = []
         self._rows = 0
 
@@ -254,7 +253,8 @@ class Decoder:
         """For what the layers compute in between: as much as the largest step so far needed."""
         rows = x.shape[0] * x.shape[1]
         if rows > self._rows:
-            self._room = [x.new_empty((rows, width)) for width in self._widths]
+            self._room = [_inputs_room(rows, self._inputs)]
+            self._room += [x.new_empty((rows, width)) for width in self._widths]
             self._rows = rows
         return _Room(*map(_address, self._room))
 
@@ -278,13 +278,14 @@ class Injection:
     def run(self, features: Tensor, block: Rows, caches: Caches) -> None:
         """Features bfloat16 `[R, F]` of a block of R tokens into the caches."""
         rows, weight = len(features), self.layers[0][0]
-        context, normed = features.new_empty((2, rows, self.fc.size))
+        inputs = _inputs_room(rows, max(self.fc.inputs, self.fc.size))
+        context = features.new_empty((rows, self.fc.size))
         projected = features.new_empty((rows, weight.size))
         gain, eps = self.norm
         _library().dflash_inject(
             self.fc.struct, gain.data_ptr(), eps, self.weights, self.heads, len(self.layers),
-            block.struct, caches.struct, features.data_ptr(), context.data_ptr(),
-            normed.data_ptr(), projected.data_ptr(),
+            block.struct, caches.struct, features.data_ptr(), inputs.data_ptr(),
+            context.data_ptr(), projected.data_ptr(),
         )  # fmt: skip
 
 
@@ -297,11 +298,11 @@ def linear(x: Tensor, weight: Weight, norm: tuple[Tensor, float] | None = None) 
     x = x.contiguous()
     y = x.new_empty((*x.shape[:-1], weight.size))
     gain, eps = (None, 0.0) if norm is None else norm
-    normed = None if norm is None else torch.empty_like(x)
+    rows = x.numel() // weight.inputs
+    inputs = _inputs_room(rows, weight.inputs)
     _library().dflash_linear(
-        weight.struct, x.data_ptr(), _address(gain), eps, _address(normed), y.data_ptr(),
-        x.numel() // weight.inputs,
-    )  # fmt: skip
+        weight.struct, x.data_ptr(), _address(gain), eps, inputs.data_ptr(), y.data_ptr(), rows
+    )
     return y
 
 
@@ -311,6 +312,11 @@ def argmax(x: Tensor) -> Tensor:
     index = torch.empty(x.shape[:-1], dtype=torch.int32)
     _library().dflash_argmax(x.data_ptr(), index.numel(), x.shape[-1], index.data_ptr())
     return index
+
+
+def _inputs_room(rows: int, size: int) -> Tensor:
+    """For the inputs of products: bfloat16, or float32 where the instructions want that."""
+    return torch.empty((rows, size), dtype=torch.float32)
 
 
 def _address(tensor: Tensor | None) -> int | None:
@@ -325,3 +331,8 @@ def _library() -> ctypes.CDLL | None:
             function = getattr(kernels, name)
             function.argtypes, function.restype = arguments, None
     return kernels
+
+
+def _lanes() -> int:
+    """Of a register: half the columns of a weight's block."""
+    return c_int64.in_dll(_library(), "dflash_lanes").value

@@ -25,11 +25,16 @@ from dflash_core.errors import KernelError
 from dflash_core.gguf import cache_root
 
 SOURCE = Path(__file__).with_name("kernels.c")
-INSTRUCTIONS = ("avx512f", "avx512bw", "avx512vl", "avx512dq", "avx512_bf16")
-FLAGS = (
-    *("-O3", "-fPIC", "-shared", "-fopenmp", "-mfma", "-mavx512bf16"),
-    *(f"-m{name}" for name in INSTRUCTIONS[:-1]),
+SOURCES = (SOURCE, *(SOURCE.with_name(name) for name in ("avx512.h", "avx2.h")))
+# Sets of instructions, the fastest first, as Linux calls them: AMD Zen 4 and Intel Cooper Lake have
+# the first, and nearly every x86 processor since 2015 the second.
+INSTRUCTIONS = (
+    ("fma", "avx512f", "avx512bw", "avx512vl", "avx512dq", "avx512_bf16"),
+    ("fma", "avx2"),
 )
+# A multiplication and an addition are one instruction where the source says so and nowhere else:
+# the compiler's own choice could differ from one number of rows to the next.
+FLAGS = ("-O3", "-fPIC", "-shared", "-fopenmp", "-ffp-contract=off")
 TIMEOUT_S = 120
 logger = logging.getLogger(__name__)
 
@@ -37,10 +42,11 @@ logger = logging.getLogger(__name__)
 @functools.cache
 def kernels() -> ctypes.CDLL | None:
     """The library, or None on a processor or a machine that cannot have it (said in the log)."""
-    if not processor_fits():
+    instructions = processor_instructions()
+    if instructions is None:
         return None
     try:
-        return ctypes.CDLL(str(compiled()))
+        return ctypes.CDLL(str(compiled(instructions)))
     except (KernelError, OSError) as error:
         logger.warning(
             "%s; bf16 on this CPU takes some four times as long without its kernels: install a "
@@ -50,17 +56,18 @@ def kernels() -> ctypes.CDLL | None:
         return None
 
 
-def processor_fits() -> bool:
-    """Whether this is a processor with AVX512-BF16 (AMD Zen 4, Intel Cooper Lake, and later)."""
+def processor_instructions() -> tuple[str, ...] | None:
+    """The fastest of INSTRUCTIONS that this processor has, or None."""
     if platform.system() != "Linux" or platform.machine() != "x86_64":
-        return False
+        return None
     for line in Path("/proc/cpuinfo").read_text().splitlines():
         if line.startswith("flags"):
-            return set(INSTRUCTIONS) <= set(line.split())
-    return False
+            has = set(line.split())
+            return next((names for names in INSTRUCTIONS if has.issuperset(names)), None)
+    return None
 
 
-def compiled() -> Path:
+def compiled(instructions: tuple[str, ...]) -> Path:
     """The library's file. Safe to call from several processes at once.
 
     Raises:
@@ -69,7 +76,9 @@ def compiled() -> Path:
     compiler = os.environ.get("CC") or "cc"
     if shutil.which(compiler) is None:
         raise KernelError(f"there is no C compiler {compiler!r}")
-    key = hashlib.sha256(SOURCE.read_bytes() + " ".join((compiler, *FLAGS)).encode()).hexdigest()
+    options = (*FLAGS, *(f"-m{name.replace('_', '')}" for name in instructions))
+    sources = b"".join(source.read_bytes() for source in SOURCES)
+    key = hashlib.sha256(sources + " ".join((compiler, *options)).encode()).hexdigest()
     file = cache_root() / f"kernels-{key[:12]}.so"
     if file.exists():
         return file
@@ -77,7 +86,7 @@ def compiled() -> Path:
         file.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=file.parent) as folder:
             unfinished = Path(folder, file.name)
-            _run([compiler, *FLAGS, str(SOURCE), "-o", str(unfinished)])
+            _run([compiler, *options, str(SOURCE), "-o", str(unfinished)])
             unfinished.rename(file)
     except OSError as error:
         raise KernelError(f"{file} cannot be written ({error.strerror})") from error
